@@ -1,0 +1,16 @@
+"""A linear layer and cross-entropy as one operation that never holds the logits, on one device or over a
+tensor-parallel group."""
+
+from .functional import linear_cross_entropy
+from .module import LinearCrossEntropyLoss, VocabParallelEmbedding, VocabParallelLMHead
+from .parallel.shard import VocabShard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "VocabParallelEmbedding",
+    "VocabParallelLMHead",
+    "VocabShard",
+    "linear_cross_entropy",
+]

@@ -1,0 +1,152 @@
+"""The operation: kernels and collectives in their order. The only file that knows both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from .kernels.config import tiles_for
+from .kernels.gradient import RowState, panel_gradient
+from .kernels.product import hidden_gradient, weight_gradient
+from .kernels.rows import pack_order, pack_rows, unpack_rows
+from .kernels.runtime import multiprocessors, target_of
+from .kernels.statistics import panel_statistics, sum_bits
+from .parallel.collectives import all_reduce
+from .parallel.merge import merge_statistics
+from .parallel.shard import VocabShard
+from .planner import panel_width, token_chunk
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What travels below ``functional``."""
+
+    shard: VocabShard
+    ignore_index: int
+
+
+class TokenLosses(torch.autograd.Function):
+    """The loss of each token, by the method ``recompute``.
+
+    | tensor | shape | dtype |
+    |---|---|---|
+    | hidden | [N, D] | fp32, bf16, fp16, fp64 |
+    | weight | [V, D] | hidden's |
+    | bias | [V] or None | hidden's |
+    | targets | [N] | int64 |
+    | losses | [N] | fp32 (fp64 for fp64) |
+
+    Forward: ``loss = lse - z`` with ``x = E C^T + b``, ``lse`` the log of the sum of ``exp(x)`` over the whole
+    vocabulary and ``z`` the target's logit; 0 for an ignored token. Backward, with ``g`` the upstream gradient:
+    ``dx = (exp(x - lse) - onehot) g``, ``dE = dx C`` summed over ranks, ``dC = dx^T E``, ``db`` the sum of ``dx`` over
+    tokens, a panel of columns at a time. Collectives: two small ones a chunk of tokens in ``merge_statistics``, one of
+    dE in backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        options: LossOptions,
+    ) -> torch.Tensor:
+        shard, n = options.shard, len(hidden)
+        order, count = pack_order(targets != options.ignore_index)
+        e, c = pack_rows(hidden, order, count), weight[: shard.classes]
+        ids = _pad_rows(targets[order], len(e), -1)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logit = torch.zeros(len(e), dtype=wide, device=e.device)
+        owned = (ids >= shard.start) & (ids < shard.start + shard.classes)
+        bits = sum_bits(shard.vocab_size)
+        # from the whole vocabulary's size, so that every rank walks the same chunks
+        step = token_chunk(shard.vocab_size, tiles_for(target_of(e.device), e.dtype).BLOCK_V)
+        parts = []
+        for start in range(0, len(e), step):
+            rows = slice(start, min(start + step, len(e)))
+            statistics = panel_statistics(
+                e, c, bias, ids, count, logit, rows=(rows.start, rows.stop), col0=shard.start
+            )
+            parts.append(merge_statistics(statistics, logit[rows], owned[rows], bits, shard.group))  # collectives
+        row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
+        live = torch.arange(n, device=e.device) < count
+        ctx.save_for_backward(hidden, weight, bias, order, count, ids, row_max, log_sum, loss)
+        ctx.options = options
+        return torch.empty_like(loss[:n]).scatter_(0, order, torch.where(live, loss[:n], 0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, order, count, ids, row_max, log_sum, loss = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        shard: VocabShard = ctx.options.shard
+        c, wide = weight[: shard.classes], row_max.dtype
+        e = pack_rows(hidden, order, count)
+        live = torch.arange(len(hidden), device=e.device) < count
+        grad = _pad_rows(torch.where(live, grad_losses.to(wide)[order], 0), len(e), 0)
+        grad, scale = _normalise(grad)
+        state = RowState(ids, row_max, log_sum, torch.expm1(-loss), grad)
+
+        d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+        d_bias = torch.empty_like(bias) if needs_bias else None
+        for padded in (d_weight, d_bias):
+            if padded is not None:
+                padded[shard.classes :] = 0
+        d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
+        if d_packed is not None and shard.classes == 0:
+            d_packed.zero_()
+        tiles = tiles_for(target_of(e.device), e.dtype)
+        step = panel_width(len(e), len(c), e.element_size(), tiles, multiprocessors(e.device))
+        buffer = e.new_empty(len(e), min(step, -(-len(c) // 256) * 256))
+        reduction: dist.Work | None = None
+        for v0 in range(0, len(c) if len(e) else 0, step):
+            columns = slice(v0, min(v0 + step, len(c)))
+            last = columns.stop == len(c)
+            panel = buffer[:, : columns.stop - v0]
+            panel_gradient(
+                e, c, bias, state, count, scale, panel,
+                v0=v0, col0=shard.start, bias_grad=None if d_bias is None else d_bias[columns],
+            )  # fmt: skip
+            if d_packed is not None:
+                hidden_gradient(panel, c, count, d_packed, v0=v0, accumulate=v0 > 0)
+                if last:
+                    # under the last product of the weight's gradient
+                    reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
+            if d_weight is not None:
+                weight_gradient(
+                    panel, e, count, scale, d_weight[columns], beside_collective=reduction is not None
+                )
+        if len(e) == 0:
+            for gradient in (d_weight, d_bias):
+                if gradient is not None:
+                    gradient.zero_()
+        d_hidden = None
+        if d_packed is not None:
+            if shard.classes == 0:
+                reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
+            if reduction is not None:
+                reduction.wait()
+            del buffer
+            d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def _pad_rows(x: torch.Tensor, rows: int, value: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, rows - len(x)), value=value)
+
+
+def _normalise(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(grad / scale, scale), scale a power of two that puts the largest of ``grad`` between 2**13 and 2**14.
+
+    An fp16 panel then neither overflows nor loses small entries, whatever the loss scale; dividing by a power of two
+    changes no bit elsewhere. The products carry ``scale`` in their epilogues.
+    """
+    if not len(grad):
+        return grad, grad.new_ones(())
+    exponent = torch.frexp(grad.abs().amax()).exponent.clamp(-80, 80) - 14
+    return torch.ldexp(grad, -exponent), torch.ldexp(grad.new_ones(()), exponent)

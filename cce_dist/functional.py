@@ -1,0 +1,202 @@
+"""The public functions: validation and dispatch. The one place that lists every option."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+
+from .autograd import LossOptions, TokenLosses
+from .parallel.agreement import agree
+from .parallel.shard import VocabShard
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
+    shard: VocabShard | None = None,
+) -> torch.Tensor:
+    """Cross-entropy of the logits ``hidden @ weight.T + bias``, which are never held whole.
+
+    After "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al., 2024).
+
+    Args:
+        hidden: ``[..., D]``, float32, bfloat16, float16, or float64 on CPUs. Equal on all ranks of ``shard.group``.
+        weight: ``[V, D]``, hidden's dtype: the classifier, or this rank's rows of it where ``shard`` says so.
+        targets: ``[...]``, int64 (or int32), class ids of the whole vocabulary.
+        bias: ``[V]``, hidden's dtype, sharded as ``weight`` is.
+        ignore_index: tokens with this target add nothing to the loss and to any gradient, even where their hidden
+            state is NaN.
+        reduction: ``"mean"`` over the tokens that are not ignored (0 where there are none), ``"sum"``, or ``"none"``.
+        denominator: a number or 0-d tensor that replaces the count of tokens in ``"mean"``: the global count, where
+            a step's tokens are spread over micro-batches and data-parallel ranks.
+        shard: which rows of the vocabulary ``weight`` holds, and the group whose ranks hold the others.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs): ``[]``, or the shape of ``targets`` for ``"none"``. The same on every rank.
+        In backward ``hidden`` gets its whole gradient on every rank, ``weight`` and ``bias`` that of their rows, each
+        in its dtype. Under autocast the inputs are cast as ``torch.nn.functional.linear`` casts them.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown reduction, a denominator without ``"mean"``, a shard that is
+            not the weight's, ranks that disagree. On every rank of the group, before any work starts.
+        TypeError: arguments of the wrong type or dtype.
+        IndexError: a target outside the vocabulary, on CPUs. On GPUs that token's loss is NaN.
+    """
+    group = shard.group if isinstance(shard, VocabShard) else None
+    error: Exception | None = None
+    try:
+        hidden, weight, bias = _autocast(hidden, weight, bias)
+        shard = _validate(hidden, weight, targets, bias, ignore_index, reduction, denominator, shard)
+    except (ValueError, TypeError, IndexError) as problem:
+        error = problem
+    same = {} if error is not None else {
+        "the shape of hidden": tuple(hidden.shape),
+        "the dtype of hidden": str(hidden.dtype),
+        "the shape of targets": tuple(targets.shape),
+        "requires_grad of hidden": hidden.requires_grad,
+        "the presence of bias": bias is not None,
+        "ignore_index": ignore_index,
+    }  # fmt: skip
+    device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
+    bounds = (shard.start, shard.stop) if isinstance(shard, VocabShard) else (0, 0)
+    agree(group, same, bounds, shard.vocab_size if isinstance(shard, VocabShard) else 0, device, error)
+    assert isinstance(shard, VocabShard)
+
+    labels = targets.reshape(-1).to(torch.int64)
+    options = LossOptions(shard=shard, ignore_index=ignore_index)
+    rows = weight if weight.stride(-1) == 1 or weight.numel() == 0 else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+    losses = TokenLosses.apply(hidden.reshape(-1, hidden.shape[-1]), rows, bias, labels, options)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    total = losses.sum(dtype=torch.float64)
+    if reduction == "mean":
+        count = (labels != ignore_index).sum()
+        # without a token the loss is 0, whatever the denominator
+        total = total / torch.where(count == 0, 1, count if denominator is None else denominator)
+    return total.to(losses.dtype)
+
+
+def _autocast(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The inputs as ``torch.nn.functional.linear`` would take them inside ``torch.autocast``."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, torch.Tensor) and not (name == "bias" and tensor is None):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _validate(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    denominator: float | torch.Tensor | None,
+    shard: VocabShard | None,
+) -> VocabShard:
+    if not isinstance(targets, torch.Tensor):
+        raise TypeError(f"targets must be a tensor, got {type(targets).__name__}")
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias)):
+        if tensor is None:
+            continue
+        if type(tensor).__name__ == "DTensor":
+            raise TypeError(f"{name} is a DTensor; pass {name}.to_local() and the rank's shard")
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: expected one device")
+    if hidden.dim() == 0:
+        raise ValueError("hidden must have the shape [..., D], got a scalar")
+    if weight.dim() != 2:
+        raise ValueError(
+            f"weight must have the shape [V, {hidden.shape[-1]}], got {tuple(weight.shape)}. ZeRO-3 and FSDP leave a "
+            "parameter flat or empty outside the forward of its module: call the loss inside it"
+        )
+    if weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight must have the shape [V, {hidden.shape[-1]}] for hidden {tuple(hidden.shape)}, "
+            f"got {tuple(weight.shape)}"
+        )
+    if hidden.shape[-1] == 0:
+        raise ValueError(f"hidden must have at least one feature, got the shape {tuple(hidden.shape)}")
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape {tuple(hidden.shape[:-1])} of hidden {tuple(hidden.shape)} without its last "
+            f"dimension, got {tuple(targets.shape)}"
+        )
+    if hidden.dtype not in _DTYPES:
+        raise TypeError(f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype:
+            raise TypeError(
+                f"{name} is {tensor.dtype}, hidden {hidden.dtype}: expected one dtype; cast one of them, or call the "
+                "loss inside torch.autocast"
+            )
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"targets must be int64 class ids, got {targets.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have the shape ({len(weight)},) of weight's rows, got {tuple(bias.shape)}")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}")
+    if denominator is not None:
+        _validate_denominator(denominator, reduction, hidden.device)
+    return _validate_shard(weight, targets, ignore_index, shard)
+
+
+def _validate_denominator(denominator: float | torch.Tensor, reduction: str, device: torch.device) -> None:
+    if reduction != "mean":
+        raise ValueError(f"denominator takes part in reduction 'mean' alone, got reduction {reduction!r}")
+    if isinstance(denominator, torch.Tensor):
+        if denominator.dim() != 0:
+            raise ValueError(f"denominator must be a number or a 0-d tensor, got shape {tuple(denominator.shape)}")
+        if denominator.device != device and denominator.device.type != "cpu":
+            raise ValueError(f"denominator is on {denominator.device}, hidden on {device}: expected one device")
+    elif isinstance(denominator, bool) or not isinstance(denominator, numbers.Real):
+        raise TypeError(f"denominator must be a number or a 0-d tensor, got {type(denominator).__name__}")
+    elif not denominator > 0:
+        raise ValueError(f"denominator must be above 0, got {denominator}")
+
+
+def _validate_shard(
+    weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, shard: VocabShard | None
+) -> VocabShard:
+    if shard is None:
+        if len(weight) == 0:
+            raise ValueError(
+                f"weight must hold at least one class, got {tuple(weight.shape)}. ZeRO-3 and FSDP leave a parameter "
+                "empty outside the forward of its module: call the loss inside it"
+            )
+        shard = VocabShard(0, len(weight), len(weight))
+    elif not isinstance(shard, VocabShard):
+        raise TypeError(f"shard must be a VocabShard, got {type(shard).__name__}")
+    elif len(weight) != shard.rows:
+        whole = " (that is the whole vocabulary: pass this rank's rows)" if len(weight) == shard.vocab_size else ""
+        raise ValueError(
+            f"weight must hold the {shard.rows} rows {shard.start} to {shard.stop} of its shard, got "
+            f"{len(weight)} rows{whole}"
+        )
+    if targets.device.type == "cpu" and targets.numel():
+        outside = (targets != ignore_index) & ((targets < 0) | (targets >= shard.vocab_size))
+        if outside.any():
+            raise IndexError(
+                f"targets must lie in [0, {shard.vocab_size}) or be ignore_index {ignore_index}, got "
+                f"{int(targets[outside][0])}"
+            )
+    return shard

@@ -1,0 +1,56 @@
+"""Tile shapes for each chip. Fixed, so that two runs and two ranks never differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# columns of the tiles that the torch twins reduce. every BLOCK_V below divides it, so vocabulary shards whose bounds
+# are multiples of it meet tile bounds on every device
+TILE_V = 256
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """``BLOCK_N`` token rows by ``BLOCK_V`` columns a program, reduced ``BLOCK_D`` at a time."""
+
+    BLOCK_N: int
+    BLOCK_V: int
+    BLOCK_D: int
+    num_warps: int
+    num_stages: int
+    # row blocks that walk the vocabulary together, so that their tiles of C stay in the L2 cache
+    GROUP_N: int = 8
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return {k: getattr(self, k) for k in ("BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N")}
+
+
+_HALF = {
+    # 96 KiB of shared memory in 3 stages of 48 KiB leaves room for the epilogue's tile within 227 KiB
+    "sm_90": Tiles(128, 256, 64, num_warps=8, num_stages=3),
+    "sm_100": Tiles(128, 256, 64, num_warps=8, num_stages=3),
+    # 163 KiB of shared memory, and no copy engine to free registers: a narrower tile
+    "sm_80": Tiles(128, 128, 64, num_warps=8, num_stages=4),
+    # 99 KiB of shared memory
+    "sm_86": Tiles(128, 128, 32, num_warps=8, num_stages=3),
+    # 64 KiB of shared memory, wavefronts of 64
+    "gfx942": Tiles(128, 128, 64, num_warps=8, num_stages=2),
+    # the interpreter: small, so that ragged edges and several tiles cost little
+    "cpu": Tiles(32, 64, 32, num_warps=4, num_stages=1, GROUP_N=2),
+}
+_SAME = {"sm_89": "sm_86", "sm_120": "sm_86", "sm_103": "sm_100", "gfx950": "gfx942", "gfx90a": "gfx942"}
+# full-precision products run on the plain arithmetic units: a tile that fits their registers
+_SINGLE = Tiles(64, 64, 32, num_warps=4, num_stages=2)
+
+
+def tiles_for(target: str, dtype: torch.dtype) -> Tiles:
+    """The tile shape for operands of ``dtype`` on the chip ``target`` (see :func:`runtime.target_of`)."""
+    if target == "cpu":
+        return _HALF["cpu"]
+    if dtype == torch.float32:
+        return _SINGLE
+    # an unknown chip gets the shape that asks least
+    return _HALF.get(_SAME.get(target, target), _HALF["sm_86"])

@@ -1,0 +1,141 @@
+"""Second pass: a panel of the logits' gradient, rebuilt from the rows' statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import TILE_V, tiles_for
+from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
+from .tiles import LOG2E, logits_tile, store_tile, tile_position
+
+
+@dataclass(frozen=True)
+class RowState:
+    """What a packed row's gradient is made of: all [N], fp32 (fp64 for fp64 operands) but ``targets`` (int64)."""
+
+    targets: torch.Tensor  # global ids
+    row_max: torch.Tensor
+    log_sum: torch.Tensor  # log of the sum of exp(logit - row_max)
+    target_grad: torch.Tensor  # p - 1 of the target, formed without cancellation
+    grad: torch.Tensor  # upstream gradient, scaled
+
+
+@triton.jit
+def _panel_gradient_kernel(
+    e, c, panel, bias_ptr, target_ptr, row_max_ptr, log_sum_ptr, target_grad_ptr, grad_ptr, count_ptr, bias_part_ptr,
+    N, V, D, v0, width, col0, stride_e, stride_c, stride_panel,
+    HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.load(count_ptr).to(tl.int32)
+    num_n = tl.cdiv(rows, BLOCK_N)
+    num_v = tl.cdiv(width, BLOCK_V)
+    for tile in tl.range(tl.program_id(0), num_n * num_v, tl.num_programs(0), flatten=True):
+        pid_n, pid_v = tile_position(tile, num_n, num_v, GROUP_N)
+        n = pid_n * BLOCK_N
+        v = pid_v * BLOCK_V
+        x = logits_tile(
+            e, c, bias_ptr, n, v0 + v, N, V, D, stride_e, stride_c,
+            HAS_BIAS, TMA, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+        )  # fmt: skip
+        offs_n = n + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < rows
+        row_max = tl.load(row_max_ptr + offs_n, mask=mask_n, other=0.0)
+        log_sum = tl.load(log_sum_ptr + offs_n, mask=mask_n, other=0.0)
+        # past the count the factor is 0 and so are the rows of E: the panel is 0 there
+        grad = tl.load(grad_ptr + offs_n, mask=mask_n, other=0.0)
+        target_grad = tl.load(target_grad_ptr + offs_n, mask=mask_n, other=0.0)
+        t = tl.load(target_ptr + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
+        p = tl.exp2((x - row_max[:, None]) * LOG2E - (log_sum * LOG2E)[:, None])
+        dx = tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], target_grad[:, None], p) * grad[:, None]
+        if HAS_BIAS:
+            # a row past the count sees the bias alone, whose exponential may be inf
+            dx = tl.where(mask_n[:, None], dx, 0.0)
+        if BIAS_GRAD:
+            offs_v = v + tl.arange(0, BLOCK_V)
+            offs = pid_n.to(tl.int64) * stride_panel + offs_v
+            tl.store(bias_part_ptr + offs, tl.sum(dx, 0), mask=offs_v < width)
+        store_tile(
+            panel, dx.to(panel.dtype if TMA else panel.dtype.element_ty), n, v, N, width, stride_panel,
+            BLOCK_N, BLOCK_V, TMA,
+        )  # fmt: skip
+
+
+@triton.jit
+def _fold_bias_kernel(part_ptr, scale_ptr, count_ptr, out_ptr, width, stride, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    # a fixed order: the sum is the same in every run
+    pointers = part_ptr + offs
+    for _ in range(0, tl.cdiv(tl.load(count_ptr).to(tl.int32), BLOCK_N)):
+        total += tl.load(pointers, mask=offs < width, other=0.0)
+        pointers += stride
+    total = (total * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offs, total, mask=offs < width)
+
+
+def panel_gradient(
+    e: torch.Tensor,
+    c: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: RowState,
+    count: torch.Tensor,
+    scale: torch.Tensor,
+    panel: torch.Tensor,
+    *,
+    v0: int,
+    col0: int,
+    bias_grad: torch.Tensor | None,
+) -> None:
+    """Writes ``(softmax - onehot) * state.grad`` of the columns from ``v0`` into ``panel`` [N, width].
+
+    Formed in fp32 and rounded once to the panel's dtype. Where ``bias_grad`` [width] is given, it receives the sum
+    over rows times ``scale``, taken before the rounding. Whole row blocks up to ``count`` are written, zero past it.
+    """
+    if not triton_serves(e):
+        _panel_gradient_torch(e, c, bias, state, count, scale, panel, v0=v0, col0=col0, bias_grad=bias_grad)
+        return
+    target = target_of(e.device)
+    tiles = tiles_for(target, e.dtype)
+    (n, width), (num_v, d) = panel.shape, c.shape
+    num_n = cdiv(n, tiles.BLOCK_N)
+    programs = min(multiprocessors(e.device), num_n * cdiv(width, tiles.BLOCK_V))
+    tma = descriptors_fit(target, e, c, panel)
+    part = torch.empty(num_n, panel.stride(0), device=e.device) if bias_grad is not None else None
+    _panel_gradient_kernel[(programs,)](
+        tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
+        tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
+        tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V), tma),
+        bias, state.targets, state.row_max, state.log_sum, state.target_grad, state.grad, count, part,
+        n, num_v, d, v0, width, col0, e.stride(0), c.stride(0), panel.stride(0),
+        HAS_BIAS=bias is not None, BIAS_GRAD=part is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if bias_grad is not None:
+        _fold_bias_kernel[(cdiv(width, 256),)](
+            part, scale, count, bias_grad, width, panel.stride(0), BLOCK_N=tiles.BLOCK_N, BLOCK=256
+        )
+
+
+def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, bias_grad):  # type: ignore[no-untyped-def]
+    n = int(count)
+    wide = torch.promote_types(e.dtype, torch.float32)
+    left, ids = e[:n].to(wide), state.targets[:n] - col0 - v0
+    grad, shift = state.grad[:n, None], (state.row_max + state.log_sum)[:n, None]
+    scratch = None if panel.dtype == wide else left.new_empty(n, TILE_V)
+    for v in range(0, panel.shape[1], TILE_V):
+        w = min(TILE_V, panel.shape[1] - v)
+        x = panel[:n, v : v + w] if scratch is None else scratch[:, :w]
+        torch.mm(left, c[v0 + v : v0 + v + w].to(wide).T, out=x)
+        if bias is not None:
+            x += bias[v0 + v : v0 + v + w].to(wide)
+        x.sub_(shift).exp_()
+        hit = ((ids >= v) & (ids < v + w)).nonzero()[:, 0]
+        x[hit, ids[hit] - v] = state.target_grad[hit]
+        x.mul_(grad)
+        if bias_grad is not None:
+            bias_grad[v : v + w] = x.sum(0) * scale
+        if scratch is not None:
+            panel[:n, v : v + w] = x

@@ -1,0 +1,70 @@
+"""Packing: the rows that hold a token to the front, so that nothing is computed for the others."""
+
+from __future__ import annotations
+
+import torch
+
+from .runtime import round_up, tl, triton, triton_serves
+
+# packed matrices hold a multiple of this many rows: on CPUs a product of fewer than 12 rows takes another path, with
+# other bits, and a token's loss must not depend on how many tokens come with it
+ROW_GROUP = 16
+
+
+def pack_order(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order, count) of a bool mask [N]: the permutation that brings its true entries to the front, stable, and their
+    number as an int64 tensor []. Nothing is read back to the host."""
+    return torch.argsort((~valid).to(torch.uint8), stable=True), valid.sum()
+
+
+@triton.jit
+def _pack_rows_kernel(x_ptr, order_ptr, count_ptr, out_ptr, N, D, stride_n, stride_d, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = row < tl.load(count_ptr)
+    source = tl.load(order_ptr + row, mask=live, other=0)
+    x = tl.load(x_ptr + source * stride_n + offs_d.to(tl.int64) * stride_d, mask=live & (offs_d < D), other=0.0)
+    tl.store(out_ptr + row * D + offs_d, x, mask=offs_d < D)
+
+
+@triton.jit
+def _unpack_rows_kernel(x_ptr, order_ptr, count_ptr, scale_ptr, out_ptr, D, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    live = row < tl.load(count_ptr)
+    x = tl.load(x_ptr + row * D + offs_d, mask=live & (offs_d < D), other=0.0) * tl.load(scale_ptr)
+    # what lies past the count was never written: it may hold a NaN
+    x = tl.where(live, x, 0.0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.load(order_ptr + row) * D + offs_d, x, mask=offs_d < D)
+
+
+def pack_rows(x: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """``x[order]`` for the first ``count`` rows and zeros after them: [N, D] -> [N rounded up to ROW_GROUP, D]."""
+    n, d = x.shape
+    out = x.new_empty(round_up(n, ROW_GROUP), d)
+    if not triton_serves(x):
+        live = int(count)
+        torch.index_select(x, 0, order[:live], out=out[:live])
+        out[live:] = 0
+    elif out.numel():
+        # row indices past N are never live, so `order` is not read there
+        block = min(1024, triton.next_power_of_2(d))
+        grid = (len(out), triton.cdiv(d, block))
+        _pack_rows_kernel[grid](x, order, count, out, n, d, x.stride(0), x.stride(1), BLOCK_D=block)
+    return out
+
+
+def unpack_rows(
+    x: torch.Tensor, order: torch.Tensor, count: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The inverse of :func:`pack_rows` for fp32 rows, times the device scalar ``scale``, rounded once to ``dtype``."""
+    n, d = len(order), x.shape[1]
+    out = torch.empty(n, d, dtype=dtype, device=x.device)
+    if not triton_serves(x):
+        live = int(count)
+        out[order[:live]] = (x[:live] * scale).to(dtype)
+        out[order[live:]] = 0
+    elif out.numel():
+        block = min(1024, triton.next_power_of_2(d))
+        _unpack_rows_kernel[(n, triton.cdiv(d, block))](x, order, count, scale, out, d, BLOCK_D=block)
+    return out

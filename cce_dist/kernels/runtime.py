@@ -1,0 +1,87 @@
+"""Which backend serves a tensor. Imports Triton where there is one, so that the package loads where there is none."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    HAS_TRITON = True
+    # the interpreter runs kernels on CPU tensors; it is chosen before the kernels are defined and cannot change after
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+except ImportError:
+    HAS_TRITON = INTERPRETED = False
+
+    class triton:  # type: ignore[no-redef]  # noqa: N801
+        """Lets the kernels be defined; nothing calls them."""
+
+        jit = staticmethod(lambda function: function)
+
+    class tl:  # type: ignore[no-redef]  # noqa: N801
+        """Lets the kernels' signatures be read."""
+
+        constexpr = staticmethod(lambda value=None: value)
+
+    TensorDescriptor: Any = None  # type: ignore[no-redef]
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return cdiv(a, b) * b
+
+
+@functools.cache
+def target_of(device: torch.device) -> str:
+    """The chip a device is: ``sm_90``, ``gfx942``, or ``cpu``."""
+    if device.type != "cuda":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def triton_serves(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernels take this tensor; the torch twins take any."""
+    return tensor.dtype != torch.float64 and _triton_runs_on(tensor.device)
+
+
+@functools.cache
+def _triton_runs_on(device: torch.device) -> bool:
+    if not HAS_TRITON:
+        return False
+    if device.type != "cuda":
+        return INTERPRETED
+    # older chips lack the bf16 instructions that the kernels are built of
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def has_tma(target: str) -> bool:
+    return target.startswith("sm_") and int(target[3:]) >= 90
+
+
+def descriptors_fit(target: str, *tensors: torch.Tensor) -> bool:
+    """Whether the copy engine of the chip can fetch tiles of these matrices: aligned to 16 bytes, rows contiguous."""
+    return (has_tma(target) or target == "cpu") and all(
+        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and t.numel() > 0
+        for t in tensors
+    )
+
+
+def tile_source(matrix: torch.Tensor, block: tuple[int, int], tma: bool) -> Any:
+    """What a kernel fetches tiles of ``matrix`` from: a tensor descriptor, or the tensor itself."""
+    return TensorDescriptor.from_tensor(matrix, list(block)) if tma else matrix

@@ -1,0 +1,207 @@
+"""First pass: the logits' statistics a tile, and their exact-order fold into one maximum and one sum a row."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .config import TILE_V, tiles_for
+from .rows import ROW_GROUP
+from .runtime import (
+    cdiv,
+    descriptors_fit,
+    multiprocessors,
+    round_up,
+    target_of,
+    tile_source,
+    tl,
+    triton,
+    triton_serves,
+)
+from .tiles import LOG2E, logits_tile, tile_position
+
+
+def sum_bits(vocab_size: int) -> int:
+    """Fraction bits of the 64-bit fixed-point sums: as many as leave room for ``vocab_size`` exponentials of 0."""
+    return 62 - math.ceil(math.log2(max(vocab_size, 2)))
+
+
+@triton.jit
+def _panel_statistics_kernel(
+    e, c, bias_ptr, target_ptr, count_ptr, tile_max_ptr, tile_sum_ptr, logit_ptr,
+    N, V, D, row0, col0, stride_e, stride_c, stride_tile,
+    HAS_BIAS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
+):  # fmt: skip
+    # rows past the count of valid tokens are not computed
+    rows = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
+    num_n = tl.cdiv(tl.maximum(rows, 0), BLOCK_N)
+    num_v = tl.cdiv(V, BLOCK_V)
+    for tile in tl.range(tl.program_id(0), num_n * num_v, tl.num_programs(0), flatten=True):
+        pid_n, pid_v = tile_position(tile, num_n, num_v, GROUP_N)
+        n = pid_n * BLOCK_N
+        v = pid_v * BLOCK_V
+        x = logits_tile(
+            e, c, bias_ptr, row0 + n, v, row0 + N, V, D, stride_e, stride_c,
+            HAS_BIAS, TMA, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+        )  # fmt: skip
+        offs_n = n + tl.arange(0, BLOCK_N)
+        offs_v = v + tl.arange(0, BLOCK_V)
+        mask_n = offs_n < rows
+        # the last step before the maximum, so that nothing makes a phantom column finite again
+        x = tl.where((offs_v < V)[None, :], x, float("-inf"))
+        m = tl.max(x, 1)
+        # a tile whose logits are all -inf sums to 0; a NaN stays NaN
+        safe = tl.where(m == float("-inf"), 0.0, m)
+        s = tl.sum(tl.exp2((x - safe[:, None]) * LOG2E), 1)
+        offs_tile = pid_v.to(tl.int64) * stride_tile + offs_n
+        tl.store(tile_max_ptr + offs_tile, m, mask=mask_n)
+        tl.store(tile_sum_ptr + offs_tile, s, mask=mask_n)
+        # the target's logit: at most one tile of one rank holds it
+        t = tl.load(target_ptr + row0 + offs_n, mask=mask_n, other=-1) - (col0 + v)
+        z = tl.sum(tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], x, 0.0), 1)
+        tl.store(logit_ptr + row0 + offs_n, z, mask=mask_n & (t >= 0) & (t < tl.minimum(BLOCK_V, V - v)))
+
+
+@triton.jit
+def _fold_max_kernel(
+    tile_max_ptr, tile_sum_ptr, row_max_ptr, N, T, stride_tile, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_max = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    for t in range(0, T, BLOCK_T):
+        offs_t = t + tl.arange(0, BLOCK_T)
+        mask = (offs_t < T)[:, None] & (offs_n < N)[None, :]
+        offs = offs_t[:, None].to(tl.int64) * stride_tile + offs_n[None, :]
+        m = tl.load(tile_max_ptr + offs, mask=mask, other=float("-inf"))
+        s = tl.load(tile_sum_ptr + offs, mask=mask, other=0.0)
+        # neither integers nor every library's maximum carry a NaN: from here on +inf stands for it
+        m = tl.where((m != m) | (s != s), float("inf"), m)
+        row_max = tl.maximum(row_max, tl.max(m, 0))
+    tl.store(row_max_ptr + offs_n, row_max, mask=offs_n < N)
+
+
+@triton.jit
+def _fold_sum_kernel(
+    tile_max_ptr, tile_sum_ptr, row_max_ptr, row_sum_ptr, N, T, stride_tile, one,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_max = tl.load(row_max_ptr + offs_n, mask=offs_n < N, other=0.0)
+    finite = tl.abs(row_max) < float("inf")
+    total = tl.zeros((BLOCK_N,), tl.int64)
+    for t in range(0, T, BLOCK_T):
+        offs_t = t + tl.arange(0, BLOCK_T)
+        mask = (offs_t < T)[:, None] & (offs_n < N)[None, :]
+        offs = offs_t[:, None].to(tl.int64) * stride_tile + offs_n[None, :]
+        m = tl.load(tile_max_ptr + offs, mask=mask, other=float("-inf"))
+        s = tl.load(tile_sum_ptr + offs, mask=mask, other=0.0)
+        scaled = s * tl.exp2((m - tl.where(finite, row_max, 0.0)[None, :]) * LOG2E)
+        # integers: the order of addition, over tiles here and over ranks later, cannot change the sum
+        total += tl.sum(tl.where(finite[None, :], scaled * one, 0.0).to(tl.int64), 0)
+    tl.store(row_sum_ptr + offs_n, total, mask=offs_n < N)
+
+
+class TileStatistics:
+    """Maximum and sum of exponentials of each tile of a chunk of rows.
+
+    ``tile_max``, ``tile_sum``: [T, n], fp32 (fp64 for fp64 operands), where T tiles cover the columns.
+    """
+
+    def __init__(self, tile_max: torch.Tensor, tile_sum: torch.Tensor) -> None:
+        self.tile_max, self.tile_sum = tile_max, tile_sum
+
+    def fold_max(self) -> torch.Tensor:
+        """[n]: the largest logit of each row; +inf where a NaN or +inf is among them."""
+        num_tiles, n = self.tile_max.shape
+        if not triton_serves(self.tile_max):
+            if num_tiles == 0:
+                return self.tile_max.new_full((n,), -math.inf)
+            poisoned = self.tile_max.isnan() | self.tile_sum.isnan()
+            return self.tile_max.masked_fill(poisoned, math.inf).amax(0)
+        row_max = self.tile_max.new_empty(n)
+        _fold_max_kernel[(cdiv(n, 32),)](
+            self.tile_max, self.tile_sum, row_max, n, num_tiles, self.tile_max.stride(0), BLOCK_N=32, BLOCK_T=64
+        )
+        return row_max
+
+    def fold_sum(self, row_max: torch.Tensor, bits: int) -> torch.Tensor:
+        """[n] int64: the sum of exp(logit - row_max) with ``bits`` fraction bits; 0 where row_max is not finite."""
+        num_tiles, n = self.tile_max.shape
+        if not triton_serves(self.tile_max):
+            safe = torch.where(row_max.isfinite(), row_max, 0)
+            scaled = self.tile_sum * torch.exp(self.tile_max - safe)
+            return torch.where(row_max.isfinite(), scaled * 2.0**bits, 0).to(torch.int64).sum(0)
+        row_sum = torch.empty(n, dtype=torch.int64, device=row_max.device)
+        _fold_sum_kernel[(cdiv(n, 32),)](
+            self.tile_max, self.tile_sum, row_max, row_sum, n, num_tiles, self.tile_max.stride(0), 2.0**bits,
+            BLOCK_N=32, BLOCK_T=64,
+        )  # fmt: skip
+        return row_sum
+
+
+def panel_statistics(
+    e: torch.Tensor,
+    c: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    count: torch.Tensor,
+    logit: torch.Tensor,
+    *,
+    rows: tuple[int, int],
+    col0: int,
+) -> TileStatistics:
+    """Statistics of the logits of ``e[rows] @ c.T + bias``, a tile at a time; no logit reaches memory.
+
+    ``e`` [N, D] packed rows, ``c`` [V, D], ``bias`` [V], ``targets`` [N] int64 global ids, ``count`` int64 [] the rows
+    that hold a token, ``col0`` the global id of the first column. Writes ``logit`` [N] where a target is among the
+    columns. Rows at or past ``count`` are not computed and hold anything.
+    """
+    start, stop = rows
+    (num_v, width), n = c.shape, stop - start
+    if not triton_serves(e):
+        return _panel_statistics_torch(e, c, bias, targets, count, logit, rows=rows, col0=col0)
+    target = target_of(e.device)
+    tiles = tiles_for(target, e.dtype)
+    num_tiles = cdiv(num_v, tiles.BLOCK_V)
+    tile_max = torch.empty(num_tiles, n, dtype=torch.float32, device=e.device)
+    tile_sum = torch.empty_like(tile_max)
+    programs = min(multiprocessors(e.device), cdiv(n, tiles.BLOCK_N) * num_tiles)
+    if programs:
+        tma = descriptors_fit(target, e, c)
+        _panel_statistics_kernel[(programs,)](
+            tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
+            tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
+            bias, targets, count, tile_max, tile_sum, logit,
+            n, num_v, width, start, col0, e.stride(0), c.stride(0), tile_max.stride(0),
+            HAS_BIAS=bias is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+    return TileStatistics(tile_max, tile_sum)
+
+
+def _panel_statistics_torch(e, c, bias, targets, count, logit, *, rows, col0):  # type: ignore[no-untyped-def]
+    start, stop = rows
+    n = max(0, min(stop, int(count)) - start)
+    wide = torch.promote_types(e.dtype, torch.float32)
+    num_tiles = cdiv(len(c), TILE_V)
+    stats = torch.zeros(2, num_tiles, stop - start, dtype=wide, device=e.device)
+    # whole groups of rows: a product of fewer takes another path, with other bits (see ROW_GROUP)
+    left = e[start:stop][: round_up(n, ROW_GROUP)].to(wide)
+    ids = targets[start : start + n] - col0
+    x = left.new_empty(len(left), TILE_V)
+    for tile in range(num_tiles if n else 0):
+        v = tile * TILE_V
+        right = c[v : v + TILE_V].to(wide)
+        x = x[:, : len(right)] if len(right) < TILE_V else x
+        torch.mm(left, right.T, out=x)
+        if bias is not None:
+            x += bias[v : v + TILE_V].to(wide)
+        hit = ((ids >= v) & (ids < v + len(right))).nonzero()[:, 0]
+        logit[start + hit] = x[hit, ids[hit] - v]
+        m = x.amax(1)
+        x.sub_(torch.where(m == -math.inf, 0, m)[:, None]).exp_()
+        stats[0, tile, :n] = m[:n]
+        stats[1, tile, :n] = x.sum(1)[:n]
+    return TileStatistics(stats[0], stats[1])

@@ -1,0 +1,96 @@
+"""The value object that says which rows of the vocabulary a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .checkpoint import ShardedRows
+from .collectives import rank_and_size
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Rows ``start`` to ``stop`` of a classifier over ``vocab_size`` classes, held by this rank of ``group``.
+
+    Rows at or past ``vocab_size`` are padding: they take no part in the softmax and their gradient is 0. A shard may
+    be empty. ``group`` None means one rank, also where a process group is initialised. The shards of a group's ranks
+    must tile the vocabulary; the first call of the loss compares them over the group.
+
+    Raises ``ValueError`` for bounds that are not ``0 <= start <= stop``, for a ``vocab_size`` below 1, and for a
+    shard without a group that is not the whole vocabulary.
+    """
+
+    start: int
+    stop: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"VocabShard: vocab_size must be at least 1, got {self.vocab_size}")
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"VocabShard: bounds must be 0 <= start <= stop, got {self.start} and {self.stop}")
+        if self.group is None and (self.start > 0 or self.stop < self.vocab_size):
+            raise ValueError(
+                f"VocabShard: rows {self.start} to {self.stop} are not the whole vocabulary of {self.vocab_size}; "
+                "pass the process group whose ranks hold the other rows"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that this rank holds, padding included."""
+        return self.stop - self.start
+
+    @property
+    def classes(self) -> int:
+        """Rows of the weight that this rank holds and that are classes."""
+        return max(0, min(self.stop, self.vocab_size) - self.start)
+
+    @classmethod
+    def even(
+        cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, multiple_of: int = 1
+    ) -> VocabShard:
+        """Balanced: the first ``vocab_size % R`` ranks hold one row more than the others.
+
+        With ``multiple_of`` whole blocks of so many rows are dealt out and the last rank's tail is short: with 256
+        the loss has the same bits for every group size.
+        """
+        if multiple_of < 1:
+            raise ValueError(f"VocabShard.even: multiple_of must be at least 1, got {multiple_of}")
+        rank, size = rank_and_size(group)
+        base, extra = divmod(-(-vocab_size // multiple_of), size)
+        start = (rank * base + min(rank, extra)) * multiple_of
+        stop = start + (base + (rank < extra)) * multiple_of
+        return cls(min(start, vocab_size), min(stop, vocab_size), vocab_size, group)
+
+    @classmethod
+    def chunked(cls, vocab_size: int, group: dist.ProcessGroup | None = None) -> VocabShard:
+        """``torch.chunk``'s layout, which DTensor's ``Shard(0)`` has: the last ranks may be short or empty."""
+        rank, size = rank_and_size(group)
+        chunk = -(-vocab_size // size)
+        return cls(min(rank * chunk, vocab_size), min((rank + 1) * chunk, vocab_size), vocab_size, group)
+
+    @classmethod
+    def padded(
+        cls, vocab_size: int, multiple_of: int = 128, group: dist.ProcessGroup | None = None
+    ) -> VocabShard:
+        """Megatron's layout: equal shards of a vocabulary padded to a multiple of ``multiple_of`` times the group's
+        size."""
+        if multiple_of < 1:
+            raise ValueError(f"VocabShard.padded: multiple_of must be at least 1, got {multiple_of}")
+        rank, size = rank_and_size(group)
+        rows = -(-vocab_size // (multiple_of * size)) * multiple_of
+        return cls(rank * rows, (rank + 1) * rows, vocab_size, group)
+
+    def checkpoint_view(self, tensor: torch.Tensor) -> ShardedRows:
+        """A ``[rows, ...]`` tensor of this rank as ``torch.distributed.checkpoint`` saves and loads it: as rows of one
+        ``[vocab_size, ...]`` tensor, so that it loads on any group size and from an unsharded checkpoint.
+
+        Shares the tensor's memory; padding is not saved. Use it for weights and for optimizer states alike.
+        """
+        if tensor.dim() == 0 or len(tensor) != self.rows:
+            raise ValueError(f"tensor must hold the shard's {self.rows} rows, got the shape {tuple(tensor.shape)}")
+        return ShardedRows(tensor.detach()[: self.classes], self.start, self.vocab_size)
