@@ -42,9 +42,9 @@ class TokenLosses(torch.autograd.Function):
 
     Forward: ``loss = lse - z`` with ``x = E C^T + b``, ``lse`` the log of the sum of ``exp(x)`` over the whole
     vocabulary and ``z`` the target's logit; 0 for an ignored token. Backward, with ``g`` the upstream gradient:
-    ``dx = (exp(x - lse) - onehot) g``, ``dE = dx C`` summed over ranks, ``dC = dx^T E``, ``db`` the sum of ``dx`` over
-    tokens, a panel of columns at a time. Collectives: two small ones a chunk of tokens in ``merge_statistics``, one of
-    dE in backward.
+    ``dx = (exp(x - lse) - onehot) g``, ``dE = dx C`` summed over ranks, ``dC = dx^T E``, ``db`` the sum of ``dx``
+    over tokens, a panel of columns at a time. Collectives: two small ones a chunk of tokens in
+    ``merge_statistics``, one of dE in backward.
     """
 
     @staticmethod
@@ -118,9 +118,7 @@ class TokenLosses(torch.autograd.Function):
                     # under the last product of the weight's gradient
                     reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
             if d_weight is not None:
-                weight_gradient(
-                    panel, e, count, scale, d_weight[columns], beside_collective=reduction is not None
-                )
+                weight_gradient(panel, e, count, scale, d_weight[columns], beside_collective=reduction is not None)
         if len(e) == 0:
             for gradient in (d_weight, d_bias):
                 if gradient is not None:

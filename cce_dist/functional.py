@@ -136,8 +136,8 @@ def _validate(
         raise ValueError(f"hidden must have at least one feature, got the shape {tuple(hidden.shape)}")
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"targets must have the shape {tuple(hidden.shape[:-1])} of hidden {tuple(hidden.shape)} without its last "
-            f"dimension, got {tuple(targets.shape)}"
+            f"targets must have the shape {tuple(hidden.shape[:-1])} of hidden {tuple(hidden.shape)} without its "
+            f"last dimension, got {tuple(targets.shape)}"
         )
     if hidden.dtype not in _DTYPES:
         raise TypeError(f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}")

@@ -124,9 +124,7 @@ class VocabParallelLMHead(_VocabParallel):
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
         """:func:`linear_cross_entropy` of ``hidden`` [..., D], equal on all ranks, and ``targets`` [...]."""
-        return linear_cross_entropy(
-            hidden, self.weight, targets, bias=self.bias, shard=self.shard, **options
-        )
+        return linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, shard=self.shard, **options)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., vocab_size]: the logits, gathered on every rank. For generation and evaluation; training

@@ -64,7 +64,9 @@ def _panel_gradient_kernel(
 
 
 @triton.jit
-def _fold_bias_kernel(part_ptr, scale_ptr, count_ptr, out_ptr, width, stride, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+def _fold_bias_kernel(
+    part_ptr, scale_ptr, count_ptr, out_ptr, width, stride, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr
+):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     # a fixed order: the sum is the same in every run
@@ -119,7 +121,7 @@ def panel_gradient(
         )
 
 
-def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, bias_grad):  # type: ignore[no-untyped-def]
+def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, bias_grad):
     n = int(count)
     wide = torch.promote_types(e.dtype, torch.float32)
     left, ids = e[:n].to(wide), state.targets[:n] - col0 - v0

@@ -47,7 +47,7 @@ def _product_kernel(
         store_tile(out, value, m, d, M_LIMIT, D, stride_out, BLOCK_N, BLOCK_V, TMA and TRANSPOSE)
 
 
-def _launch(a, b, out, count, scale, *, k0, k, transpose, accumulate, persistent=True):  # type: ignore[no-untyped-def]
+def _launch(a, b, out, count, scale, *, k0, k, transpose, accumulate, persistent=True):
     target = target_of(a.device)
     tiles = tiles_for(target, a.dtype)
     (m, d), n_block, k_block, d_block = out.shape, tiles.BLOCK_N, tiles.BLOCK_D, tiles.BLOCK_V
@@ -80,9 +80,7 @@ def hidden_gradient(
     n, wide = int(count), out.dtype
     for v in range(0, width, step := 4096 if c.dtype != wide else max(width, 1)):
         right = c[v0 + v : v0 + min(v + step, width)].to(wide)
-        torch.addmm(
-            out[:n], panel[:n, v : v + step].to(wide), right, beta=float(accumulate or v > 0), out=out[:n]
-        )
+        torch.addmm(out[:n], panel[:n, v : v + step].to(wide), right, beta=float(accumulate or v > 0), out=out[:n])
 
 
 def weight_gradient(

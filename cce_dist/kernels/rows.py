@@ -23,7 +23,8 @@ def _pack_rows_kernel(x_ptr, order_ptr, count_ptr, out_ptr, N, D, stride_n, stri
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = row < tl.load(count_ptr)
     source = tl.load(order_ptr + row, mask=live, other=0)
-    x = tl.load(x_ptr + source * stride_n + offs_d.to(tl.int64) * stride_d, mask=live & (offs_d < D), other=0.0)
+    mask = offs_d < tl.where(live, D, 0)
+    x = tl.load(x_ptr + source * stride_n + offs_d.to(tl.int64) * stride_d, mask=mask, other=0.0)
     tl.store(out_ptr + row * D + offs_d, x, mask=offs_d < D)
 
 
@@ -32,10 +33,9 @@ def _unpack_rows_kernel(x_ptr, order_ptr, count_ptr, scale_ptr, out_ptr, D, BLOC
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     live = row < tl.load(count_ptr)
-    x = tl.load(x_ptr + row * D + offs_d, mask=live & (offs_d < D), other=0.0) * tl.load(scale_ptr)
-    # what lies past the count was never written: it may hold a NaN
-    x = tl.where(live, x, 0.0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + tl.load(order_ptr + row) * D + offs_d, x, mask=offs_d < D)
+    # what lies past the count was never written, and is not read
+    x = tl.load(x_ptr + row * D + offs_d, mask=offs_d < tl.where(live, D, 0), other=0.0) * tl.load(scale_ptr)
+    tl.store(out_ptr + tl.load(order_ptr + row) * D + offs_d, x.to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
 def pack_rows(x: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def pack_rows(x: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> torc
 def unpack_rows(
     x: torch.Tensor, order: torch.Tensor, count: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The inverse of :func:`pack_rows` for fp32 rows, times the device scalar ``scale``, rounded once to ``dtype``."""
+    """The inverse of :func:`pack_rows` for fp32 rows, times the device scalar ``scale``, rounded to ``dtype``."""
     n, d = len(order), x.shape[1]
     out = torch.empty(n, d, dtype=dtype, device=x.device)
     if not triton_serves(x):

@@ -154,9 +154,9 @@ def panel_statistics(
 ) -> TileStatistics:
     """Statistics of the logits of ``e[rows] @ c.T + bias``, a tile at a time; no logit reaches memory.
 
-    ``e`` [N, D] packed rows, ``c`` [V, D], ``bias`` [V], ``targets`` [N] int64 global ids, ``count`` int64 [] the rows
-    that hold a token, ``col0`` the global id of the first column. Writes ``logit`` [N] where a target is among the
-    columns. Rows at or past ``count`` are not computed and hold anything.
+    ``e`` [N, D] packed rows, ``c`` [V, D], ``bias`` [V], ``targets`` [N] int64 global ids, ``count`` int64 [] the
+    rows that hold a token, ``col0`` the global id of the first column. Writes ``logit`` [N] where a target is among
+    the columns. Rows at or past ``count`` are not computed and hold anything.
     """
     start, stop = rows
     (num_v, width), n = c.shape, stop - start
@@ -181,7 +181,7 @@ def panel_statistics(
     return TileStatistics(tile_max, tile_sum)
 
 
-def _panel_statistics_torch(e, c, bias, targets, count, logit, *, rows, col0):  # type: ignore[no-untyped-def]
+def _panel_statistics_torch(e, c, bias, targets, count, logit, *, rows, col0):
     start, stop = rows
     n = max(0, min(stop, int(count)) - start)
     wide = torch.promote_types(e.dtype, torch.float32)

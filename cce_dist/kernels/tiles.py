@@ -15,9 +15,7 @@ def tile_position(tile, num_n, num_v, GROUP_N: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
-    source, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
-):
+def load_tile(source, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
     """The tile at (row, col) of a [rows, cols] matrix, zero outside it. ``source`` is a descriptor or a pointer."""
     if TMA:
         return source.load([row, col])

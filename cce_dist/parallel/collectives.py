@@ -1,5 +1,5 @@
-"""Collectives, each as a raw call and, where a gradient flows through it, as an autograd Function. The group is always
-an argument; ``None`` is one rank and communicates nothing."""
+"""Collectives, each as a raw call and, where a gradient flows through it, as an autograd Function. The group is an
+argument; ``None`` is one rank and communicates nothing."""
 
 from __future__ import annotations
 

@@ -50,9 +50,7 @@ class VocabShard:
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
     @classmethod
-    def even(
-        cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, multiple_of: int = 1
-    ) -> VocabShard:
+    def even(cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, multiple_of: int = 1) -> VocabShard:
         """Balanced: the first ``vocab_size % R`` ranks hold one row more than the others.
 
         With ``multiple_of`` whole blocks of so many rows are dealt out and the last rank's tail is short: with 256
@@ -74,9 +72,7 @@ class VocabShard:
         return cls(min(rank * chunk, vocab_size), min((rank + 1) * chunk, vocab_size), vocab_size, group)
 
     @classmethod
-    def padded(
-        cls, vocab_size: int, multiple_of: int = 128, group: dist.ProcessGroup | None = None
-    ) -> VocabShard:
+    def padded(cls, vocab_size: int, multiple_of: int = 128, group: dist.ProcessGroup | None = None) -> VocabShard:
         """Megatron's layout: equal shards of a vocabulary padded to a multiple of ``multiple_of`` times the group's
         size."""
         if multiple_of < 1:
@@ -86,8 +82,8 @@ class VocabShard:
         return cls(rank * rows, (rank + 1) * rows, vocab_size, group)
 
     def checkpoint_view(self, tensor: torch.Tensor) -> ShardedRows:
-        """A ``[rows, ...]`` tensor of this rank as ``torch.distributed.checkpoint`` saves and loads it: as rows of one
-        ``[vocab_size, ...]`` tensor, so that it loads on any group size and from an unsharded checkpoint.
+        """A ``[rows, ...]`` tensor of this rank as ``torch.distributed.checkpoint`` saves and loads it: as rows of
+        one ``[vocab_size, ...]`` tensor, so that it loads on any group size and from an unsharded checkpoint.
 
         Shares the tensor's memory; padding is not saved. Use it for weights and for optimizer states alike.
         """
