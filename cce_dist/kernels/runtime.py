@@ -74,11 +74,13 @@ def has_tma(target: str) -> bool:
     return target.startswith("sm_") and int(target[3:]) >= 90
 
 
-def descriptors_fit(target: str, *tensors: torch.Tensor) -> bool:
-    """Whether the copy engine of the chip can fetch tiles of these matrices: aligned to 16 bytes, rows contiguous."""
-    return (has_tma(target) or target == "cpu") and all(
+def descriptors_fit(target: str, *matrices: torch.Tensor) -> bool:
+    """Whether the chip's copy engine can fetch tiles of these matrices: rows contiguous and aligned to 16 bytes."""
+    # fp32 products run on the plain arithmetic units, whose operands come through registers: there it only spills
+    engine = target == "cpu" or (has_tma(target) and all(t.element_size() == 2 for t in matrices))
+    return engine and all(
         t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and t.numel() > 0
-        for t in tensors
+        for t in matrices
     )
 
 
