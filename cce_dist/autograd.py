@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .kernels.config import tiles_for
 from .kernels.gradient import RowState, panel_gradient
-from .kernels.product import hidden_gradient, weight_gradient
+from .kernels.product import hidden_gradient, target_rows, weight_gradient
 from .kernels.rows import pack_order, pack_rows, unpack_rows
 from .kernels.runtime import multiprocessors, target_of
 from .kernels.statistics import panel_statistics, sum_bits
@@ -57,9 +57,8 @@ class TokenLosses(torch.autograd.Function):
         options: LossOptions,
     ) -> torch.Tensor:
         shard, n = options.shard, len(hidden)
-        order, count = pack_order(targets != options.ignore_index)
+        ids, order, count = pack_order(targets, options.ignore_index)
         e, c = pack_rows(hidden, order, count), weight[: shard.classes]
-        ids = _pad_rows(targets[order], len(e), -1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logit = torch.zeros(len(e), dtype=wide, device=e.device)
         owned = (ids >= shard.start) & (ids < shard.start + shard.classes)
@@ -88,9 +87,11 @@ class TokenLosses(torch.autograd.Function):
         c, wide = weight[: shard.classes], row_max.dtype
         e = pack_rows(hidden, order, count)
         live = torch.arange(len(hidden), device=e.device) < count
-        grad = _pad_rows(torch.where(live, grad_losses.to(wide)[order], 0), len(e), 0)
-        grad, scale = _normalise(grad)
-        state = RowState(ids, row_max, log_sum, torch.expm1(-loss), grad)
+        grad = torch.where(live, grad_losses.to(wide)[order], 0)
+        grad, scale = _normalise(torch.nn.functional.pad(grad, (0, len(e) - len(grad))))
+        entry = torch.where(grad == 0, 0, torch.expm1(-loss) * grad)
+        residual = None if e.dtype == wide else entry - entry.to(e.dtype)
+        state = RowState(ids, row_max, log_sum, grad, entry, residual)
 
         d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         d_bias = torch.empty_like(bias) if needs_bias else None
@@ -98,10 +99,11 @@ class TokenLosses(torch.autograd.Function):
             if padded is not None:
                 padded[shard.classes :] = 0
         d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
-        if d_packed is not None and shard.classes == 0:
-            d_packed.zero_()
+        if d_packed is not None:
+            target_rows(c, state, d_packed, col0=shard.start)
         tiles = tiles_for(target_of(e.device), e.dtype)
-        step = panel_width(len(e), len(c), e.element_size(), tiles, multiprocessors(e.device))
+        (n, d), itemsize = e.shape, e.element_size()
+        step = panel_width(n, d, len(c), itemsize, tiles, multiprocessors(e.device))
         buffer = e.new_empty(len(e), min(step, -(-len(c) // 256) * 256))
         reduction: dist.Work | None = None
         for v0 in range(0, len(c) if len(e) else 0, step):
@@ -113,12 +115,15 @@ class TokenLosses(torch.autograd.Function):
                 v0=v0, col0=shard.start, bias_grad=None if d_bias is None else d_bias[columns],
             )  # fmt: skip
             if d_packed is not None:
-                hidden_gradient(panel, c, count, d_packed, v0=v0, accumulate=v0 > 0)
+                hidden_gradient(panel, c, count, d_packed, v0=v0)
                 if last:
                     # under the last product of the weight's gradient
                     reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
             if d_weight is not None:
-                weight_gradient(panel, e, count, scale, d_weight[columns], beside_collective=reduction is not None)
+                weight_gradient(
+                    panel, e, state, count, scale, d_weight[columns],
+                    first=shard.start + v0, beside_collective=reduction is not None,
+                )  # fmt: skip
         if len(e) == 0:
             for gradient in (d_weight, d_bias):
                 if gradient is not None:
@@ -132,10 +137,6 @@ class TokenLosses(torch.autograd.Function):
             del buffer
             d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
         return d_hidden, d_weight, d_bias, None, None
-
-
-def _pad_rows(x: torch.Tensor, rows: int, value: int) -> torch.Tensor:
-    return torch.nn.functional.pad(x, (0, rows - len(x)), value=value)
 
 
 def _normalise(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from .kernels.config import TILE_V, Tiles
 from .kernels.runtime import cdiv
 
-PANEL_BYTES = 128 << 20
 STATISTICS_BYTES = 32 << 20
+# a panel of so many columns reads and writes the fp32 gradient of the hidden states rarely enough
+PANEL_COLUMNS = 8192
+PANEL_BYTES = (192 << 20, 1 << 30)  # at least, at most
+# what a tile's epilogue costs, in columns of its reduction
+EPILOGUE = 384
 
 
 def token_chunk(num_columns: int, tile_v: int) -> int:
@@ -14,20 +18,25 @@ def token_chunk(num_columns: int, tile_v: int) -> int:
     return max(1024, STATISTICS_BYTES // (8 * max(1, cdiv(num_columns, tile_v))) // 1024 * 1024)
 
 
-def panel_width(num_rows: int, num_columns: int, itemsize: int, tiles: Tiles, multiprocessors: int) -> int:
-    """Columns of a gradient panel of about ``PANEL_BYTES``, a multiple of ``TILE_V``.
+def panel_width(n: int, d: int, num_columns: int, itemsize: int, tiles: Tiles, multiprocessors: int) -> int:
+    """Columns of a gradient panel of ``n`` rows, a multiple of ``TILE_V``.
 
-    At least 2048 columns, since each panel reads and writes the fp32 gradient of the hidden states once; among the
-    widths near the goal, the one whose tiles come nearest to filling whole rounds of the multiprocessors.
+    ``PANEL_COLUMNS`` within ``PANEL_BYTES``, and of the widths up to a quarter below that the one whose three
+    products fill whole rounds of the multiprocessors best.
     """
-    goal = max(2048, PANEL_BYTES // (max(1, num_rows) * itemsize)) // TILE_V
-    goal = min(goal, cdiv(max(1, num_columns), TILE_V), 128)
-    num_n = cdiv(max(1, num_rows), tiles.BLOCK_N)
+    n, num_columns = max(1, n), max(1, num_columns)
+    least, most = PANEL_BYTES
+    goal = min(max(PANEL_COLUMNS, least // (n * itemsize)), most // (n * itemsize))
+    goal = max(1, min(goal // TILE_V, cdiv(num_columns, TILE_V)))
 
-    def waste(blocks: int) -> float:
-        work = num_n * blocks * TILE_V / tiles.BLOCK_V
-        panels = cdiv(max(1, num_columns), blocks * TILE_V)
-        return panels * cdiv(int(work), multiprocessors)
+    def cost(width: int) -> int:
+        """Rounds of tiles over all panels, each with the length of its reduction."""
+        total = 0
+        for v in range(0, num_columns, width):
+            w = min(width, num_columns - v)
+            for rows, columns, reduction in ((n, w, d), (n, d, w), (w, d, n)):
+                num_tiles = cdiv(rows, tiles.BLOCK_N) * cdiv(columns, tiles.BLOCK_V)
+                total += cdiv(num_tiles, multiprocessors) * (reduction + EPILOGUE)
+        return total
 
-    # the fewest rounds in all; of equals the narrowest
-    return min(range(max(1, goal * 3 // 4), goal + 1), key=lambda blocks: (waste(blocks), blocks)) * TILE_V
+    return min((blocks * TILE_V for blocks in range(max(1, goal * 3 // 4), goal + 1)), key=cost)

@@ -46,6 +46,8 @@ class Case:
     products: int
     step: Callable[[], torch.Tensor]
     forward: Callable[[], torch.Tensor] | None = None
+    # drops the gradients of the last step
+    clear: Callable[[], None] = lambda: None
     ranks: int = 1
     seconds: list[float] = field(default_factory=list)
     forward_seconds: list[float] = field(default_factory=list)
@@ -127,12 +129,15 @@ def floor_of(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> Callable
 
 def training_step(
     loss: Callable[..., torch.Tensor], hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """(forward and backward, forward alone). Gradients are made anew each time, as with ``set_to_none``."""
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], Callable[[], None]]:
+    """(forward and backward, forward alone, clear). Gradients are made anew each time, as with ``set_to_none``."""
     e, c = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
 
-    def step() -> torch.Tensor:
+    def clear() -> None:
         e.grad = c.grad = None
+
+    def step() -> torch.Tensor:
+        clear()
         value = loss(e, c, targets)
         value.backward()
         return value
@@ -141,7 +146,7 @@ def training_step(
         with torch.no_grad():
             return loss(e, c, targets)
 
-    return step, forward
+    return step, forward, clear
 
 
 def eager(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -153,7 +158,9 @@ def measure(cases: list[Case], floor: Case, machine: Machine, repeat: int) -> No
     for case in everything:
         for _ in range(3):
             case.step()
+        case.clear()
         case.peak = machine.peak(case.step)
+        case.clear()
     for _ in tqdm(range(repeat), desc="rounds", disable=machine.rank > 0):
         for case in everything:
             if dist.is_initialized():
@@ -234,7 +241,7 @@ def report(
         forward_ratio = forward / (three / 3 / case.ranks)
         print(f"{case.name:24} {both * 1e3:9.2f} {ratio:9.3f} {forward * 1e3:9.2f} {forward_ratio:9.3f}", end="")
         print(f" {case.peak / 2**30:9.3f}  {loss:.7f}")
-        row = {k: v for k, v in asdict(case).items() if k not in ("step", "forward")}
+        row = {k: v for k, v in asdict(case).items() if k not in ("step", "forward", "clear")}
         rows.append({**row, "ratio": ratio, "forward_ratio": forward_ratio, "loss": loss})
     if world > 1:
         one, many = (statistics.median(case.seconds) for case in cases[:2])

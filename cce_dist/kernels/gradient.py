@@ -15,16 +15,18 @@ from .tiles import LOG2E, logits_tile, store_tile, tile_position
 class RowState:
     """What a packed row's gradient is made of: all [N], fp32 (fp64 for fp64 operands) but ``targets`` (int64)."""
 
-    targets: torch.Tensor  # global ids
+    targets: torch.Tensor  # global ids, sorted
     row_max: torch.Tensor
     log_sum: torch.Tensor  # log of the sum of exp(logit - row_max)
-    target_grad: torch.Tensor  # p - 1 of the target, formed without cancellation
     grad: torch.Tensor  # upstream gradient, scaled
+    target_entry: torch.Tensor  # (p - 1) grad of the target, formed without cancellation
+    # what a panel loses of target_entry in rounding it; the products add it apart. None where a panel rounds nothing
+    residual: torch.Tensor | None
 
 
 @triton.jit
 def _panel_gradient_kernel(
-    e, c, panel, bias_ptr, target_ptr, row_max_ptr, log_sum_ptr, target_grad_ptr, grad_ptr, count_ptr, bias_part_ptr,
+    e, c, panel, bias_ptr, target_ptr, row_max_ptr, log_sum_ptr, entry_ptr, grad_ptr, count_ptr, bias_part_ptr,
     N, V, D, v0, width, col0, stride_e, stride_c, stride_panel,
     HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
@@ -46,10 +48,10 @@ def _panel_gradient_kernel(
         log_sum = tl.load(log_sum_ptr + offs_n, mask=mask_n, other=0.0)
         # past the count the factor is 0 and so are the rows of E: the panel is 0 there
         grad = tl.load(grad_ptr + offs_n, mask=mask_n, other=0.0)
-        target_grad = tl.load(target_grad_ptr + offs_n, mask=mask_n, other=0.0)
+        entry = tl.load(entry_ptr + offs_n, mask=mask_n, other=0.0)
         t = tl.load(target_ptr + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
         p = tl.exp2((x - row_max[:, None]) * LOG2E - (log_sum * LOG2E)[:, None])
-        dx = tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], target_grad[:, None], p) * grad[:, None]
+        dx = tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], entry[:, None], p * grad[:, None])
         if HAS_BIAS:
             # a row past the count sees the bias alone, whose exponential may be inf
             dx = tl.where(mask_n[:, None], dx, 0.0)
@@ -110,7 +112,7 @@ def panel_gradient(
         tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
         tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
         tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V), tma),
-        bias, state.targets, state.row_max, state.log_sum, state.target_grad, state.grad, count, part,
+        bias, state.targets, state.row_max, state.log_sum, state.target_entry, state.grad, count, part,
         n, num_v, d, v0, width, col0, e.stride(0), c.stride(0), panel.stride(0),
         HAS_BIAS=bias is not None, BIAS_GRAD=part is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -133,10 +135,9 @@ def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, b
         torch.mm(left, c[v0 + v : v0 + v + w].to(wide).T, out=x)
         if bias is not None:
             x += bias[v0 + v : v0 + v + w].to(wide)
-        x.sub_(shift).exp_()
+        x.sub_(shift).exp_().mul_(grad)
         hit = ((ids >= v) & (ids < v + w)).nonzero()[:, 0]
-        x[hit, ids[hit] - v] = state.target_grad[hit]
-        x.mul_(grad)
+        x[hit, ids[hit] - v] = state.target_entry[hit]
         if bias_grad is not None:
             bias_grad[v : v + w] = x.sum(0) * scale
         if scratch is not None:

@@ -11,10 +11,21 @@ from .runtime import round_up, tl, triton, triton_serves
 ROW_GROUP = 16
 
 
-def pack_order(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(order, count) of a bool mask [N]: the permutation that brings its true entries to the front, stable, and their
-    number as an int64 tensor []. Nothing is read back to the host."""
-    return torch.argsort((~valid).to(torch.uint8), stable=True), valid.sum()
+# the id that stands for no token: past every class, so that ids stay sorted
+NO_TARGET = 1 << 62
+
+
+def pack_order(targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids, order, count): the targets [N] sorted, ignored ones last, the permutation that sorts them, and the number
+    of tokens that are not ignored as an int64 tensor [].
+
+    ``ids`` is padded as packed rows are; NO_TARGET stands where there is no token. Sorted, since the tokens of a
+    tile of classes are then neighbours. Nothing is read back to the host.
+    """
+    valid = targets != ignore_index
+    ids, order = torch.sort(torch.where(valid, targets, NO_TARGET), stable=True)
+    padding = round_up(len(ids), ROW_GROUP) - len(ids)
+    return torch.nn.functional.pad(ids, (0, padding), value=NO_TARGET), order, valid.sum()
 
 
 @triton.jit
