@@ -11,10 +11,11 @@ from torch.autograd.function import once_differentiable
 
 from .kernels.config import tiles_for
 from .kernels.gradient import RowState, panel_gradient
-from .kernels.product import hidden_gradient, target_rows, weight_gradient
+from .kernels.product import hidden_gradient, weight_gradient
 from .kernels.rows import pack_order, pack_rows, unpack_rows
 from .kernels.runtime import multiprocessors, target_of
 from .kernels.statistics import panel_statistics, sum_bits
+from .kernels.target import target_classes, target_rows
 from .parallel.collectives import all_reduce
 from .parallel.merge import merge_statistics
 from .parallel.shard import VocabShard
@@ -101,6 +102,9 @@ class TokenLosses(torch.autograd.Function):
         d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
         if d_packed is not None:
             target_rows(c, state, d_packed, col0=shard.start)
+        touched = None
+        if d_weight is not None:
+            touched = target_classes(e, state, count, d_weight[: shard.classes], col0=shard.start)
         tiles = tiles_for(target_of(e.device), e.dtype)
         (n, d), itemsize = e.shape, e.element_size()
         step = panel_width(n, d, len(c), itemsize, tiles, multiprocessors(e.device))
@@ -121,8 +125,8 @@ class TokenLosses(torch.autograd.Function):
                     reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
             if d_weight is not None:
                 weight_gradient(
-                    panel, e, state, count, scale, d_weight[columns],
-                    first=shard.start + v0, beside_collective=reduction is not None,
+                    panel, e, count, scale, d_weight[columns], None if touched is None else touched[columns],
+                    beside_collective=reduction is not None,
                 )  # fmt: skip
         if len(e) == 0:
             for gradient in (d_weight, d_bias):

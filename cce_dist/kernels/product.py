@@ -5,33 +5,8 @@ from __future__ import annotations
 import torch
 
 from .config import tiles_for
-from .gradient import RowState
 from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
-from .tiles import load_tile, store_tile, tile_position
-
-
-@triton.jit
-def _target_rows_kernel(
-    c_ptr, target_ptr, residual_ptr, out_ptr, V, D, col0, stride_c,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    t = tl.load(target_ptr + row) - col0
-    # a target that is no class of this rank reads nothing
-    live = (t >= 0) & (t < V)
-    c = tl.load(c_ptr + tl.where(live, t, 0) * stride_c + offs_d, mask=offs_d < tl.where(live, D, 0), other=0.0)
-    value = c.to(tl.float32) * tl.load(residual_ptr + row)
-    tl.store(out_ptr + row * D + offs_d, tl.where(live, value, 0.0), mask=offs_d < D)
-
-
-@triton.jit
-def _add_to_tile(out_ptr, value, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    offs_r = row + tl.arange(0, ROWS)
-    offs_c = col + tl.arange(0, COLS)
-    pointers = out_ptr + offs_r[:, None].to(tl.int64) * stride + offs_c[None, :]
-    mask = (offs_r < rows)[:, None] & (offs_c < cols)[None, :]
-    tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + value, mask=mask)
+from .tiles import halves, load_tile, store_tile, tile_position
 
 
 @triton.jit
@@ -54,18 +29,19 @@ def _hidden_gradient_kernel(
             y = load_tile(c, v0 + k, d, V, D, stride_c, BLOCK_D, BLOCK_V, TMA)
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
         # a whole tile of fp32 on its way to memory would fill the shared memory that the loads need
-        left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, BLOCK_V // 2)), (0, 2, 1)))
-        _add_to_tile(out_ptr, left, n, d, rows, D, D, BLOCK_N, BLOCK_V // 2)
-        _add_to_tile(out_ptr, right, n, d + BLOCK_V // 2, rows, D, D, BLOCK_N, BLOCK_V // 2)
+        left, right = halves(acc, BLOCK_N, BLOCK_V)
+        W: tl.constexpr = BLOCK_V // 2
+        left += load_tile(out_ptr, n, d, rows, D, D, BLOCK_N, W, False)
+        store_tile(out_ptr, left, n, d, rows, D, D, BLOCK_N, W, False)
+        right += load_tile(out_ptr, n, d + W, rows, D, D, BLOCK_N, W, False)
+        store_tile(out_ptr, right, n, d + W, rows, D, D, BLOCK_N, W, False)
 
 
 @triton.jit
 def _weight_gradient_kernel(
-    panel, e, out, out_ptr, e_ptr, target_ptr, residual_ptr, segment_ptr, scale_ptr, count_ptr,
-    N, D, first, width, stride_panel, stride_e, stride_out,
-    HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    panel, e, out_ptr, touched_ptr, scale_ptr, count_ptr, N, D, width, stride_panel, stride_e, stride_out,
+    HAS_TOUCHED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):  # fmt: skip
     # here BLOCK_N classes by BLOCK_V columns of the result are reduced over the tokens, BLOCK_D at a time
     count = tl.minimum(N, tl.load(count_ptr).to(tl.int32))
@@ -81,39 +57,30 @@ def _weight_gradient_kernel(
             x = load_tile(panel, k, v, N, width, stride_panel, BLOCK_D, BLOCK_N, TMA).T
             y = load_tile(e, k, d, N, D, stride_e, BLOCK_D, BLOCK_V, TMA)
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
-        if HAS_RESIDUAL:
-            # sorted by target, the tokens of these classes are neighbours
-            offs_d = d + tl.arange(0, BLOCK_V)
-            classes = first + v + tl.arange(0, BLOCK_N)
-            for k in range(tl.load(segment_ptr + pid_v), tl.load(segment_ptr + pid_v + 1), TOKENS):
-                offs_k = k + tl.arange(0, TOKENS)
-                mask_k = offs_k < count
-                t = tl.load(target_ptr + offs_k, mask=mask_k, other=-1)
-                r = tl.load(residual_ptr + offs_k, mask=mask_k, other=0.0)
-                x = tl.where(classes[:, None] == t[None, :], r[None, :], 0.0).to(e_ptr.dtype.element_ty)
-                pointers = e_ptr + offs_k[:, None].to(tl.int64) * stride_e + offs_d[None, :]
-                y = tl.load(pointers, mask=mask_k[:, None] & (offs_d < D)[None, :], other=0.0)
-                acc = tl.dot(x, y, acc, input_precision=PRECISION)
-        value = (acc * scale).to(out_ptr.dtype.element_ty)
-        store_tile(out, value, v, d, width, D, stride_out, BLOCK_N, BLOCK_V, TMA)
+        left, right = halves(acc, BLOCK_N, BLOCK_V)
+        W: tl.constexpr = BLOCK_V // 2
+        _store_classes(
+            out_ptr, touched_ptr, left, scale, v, d, width, D, stride_out, HAS_TOUCHED, BLOCK_N, W
+        )  # fmt: skip
+        _store_classes(
+            out_ptr, touched_ptr, right, scale, v, d + W, width, D, stride_out, HAS_TOUCHED, BLOCK_N, W
+        )  # fmt: skip
 
 
-def target_rows(c: torch.Tensor, state: RowState, out: torch.Tensor, *, col0: int) -> None:
-    """Starts the gradient of the hidden states: ``out[n] = residual[n] c[target[n]]``, 0 where the target is no class
-    of this rank: [V, D], [N] -> [N, D] fp32."""
-    if state.residual is None or len(c) == 0 or len(out) == 0:
-        out.zero_()
-    elif triton_serves(out):
-        n, d = out.shape
-        block = min(1024, triton.next_power_of_2(d))
-        _target_rows_kernel[(n, triton.cdiv(d, block))](
-            c, state.targets, state.residual, out, len(c), d, col0, c.stride(0), BLOCK_D=block
-        )
-    else:
-        ids = state.targets - col0
-        live = (ids >= 0) & (ids < len(c))
-        rows = c[torch.where(live, ids, 0)].to(out.dtype) * state.residual[:, None]
-        out.copy_(rows.masked_fill_(~live[:, None], 0))
+@triton.jit
+def _store_classes(
+    out_ptr, touched_ptr, value, scale, v, d, width, D, stride, HAS_TOUCHED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    offs_v = v + tl.arange(0, ROWS)
+    offs_d = d + tl.arange(0, COLS)
+    pointers = out_ptr + offs_v[:, None].to(tl.int64) * stride + offs_d[None, :]
+    mask = (offs_v < width)[:, None] & (offs_d < D)[None, :]
+    if HAS_TOUCHED:
+        # the other classes' rows hold anything
+        touched = tl.load(touched_ptr + offs_v, mask=offs_v < width, other=0) != 0
+        value += tl.load(pointers, mask=mask & touched[:, None], other=0.0).to(tl.float32)
+    tl.store(pointers, (value * scale).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def hidden_gradient(panel: torch.Tensor, c: torch.Tensor, count: torch.Tensor, out: torch.Tensor, *, v0: int) -> None:
@@ -142,37 +109,30 @@ def hidden_gradient(panel: torch.Tensor, c: torch.Tensor, count: torch.Tensor, o
 def weight_gradient(
     panel: torch.Tensor,
     e: torch.Tensor,
-    state: RowState,
     count: torch.Tensor,
     scale: torch.Tensor,
     out: torch.Tensor,
+    touched: torch.Tensor | None,
     *,
-    first: int,
     beside_collective: bool = False,
 ) -> None:
-    """``out = (panel.T @ e + residuals) scale`` over the first ``count`` rows, rounded once: [N, width], [N, D] ->
+    """``out = (panel.T @ e + start) scale`` over the first ``count`` rows, rounded once: [N, width], [N, D] ->
     [width, D].
 
-    ``first`` is the global id of the panel's first column. ``beside_collective`` says that a reduction is under way
-    on the same device.
+    ``start`` is what ``out`` holds in the rows that ``touched`` [width] marks, and 0 in the others.
+    ``beside_collective`` says that a reduction is under way on the same device.
     """
     (n, width), d = panel.shape, e.shape[1]
     if not triton_serves(panel):
         n, wide = int(count), torch.promote_types(e.dtype, torch.float32)
         product = panel[:n].to(wide).T @ e[:n].to(wide)
-        if state.residual is not None:
-            ids = state.targets[:n] - first
-            hit = ((ids >= 0) & (ids < width)).nonzero()[:, 0]
-            product.index_add_(0, ids[hit], e[hit].to(wide) * state.residual[hit, None])
+        if touched is not None:
+            product += torch.where(touched[:, None] != 0, out, 0)
         out.copy_(product.mul_(scale))
         return
     target = target_of(panel.device)
     tiles = tiles_for(target, panel.dtype)
-    tma = descriptors_fit(target, panel, e, out)
-    segments = None
-    if state.residual is not None:
-        bounds = torch.arange(cdiv(width, tiles.BLOCK_N) + 1, device=e.device) * tiles.BLOCK_N + first
-        segments = torch.searchsorted(state.targets, bounds.clamp(max=first + width), out_int32=True)
+    tma = descriptors_fit(target, panel, e)
     programs = cdiv(width, tiles.BLOCK_N) * cdiv(d, tiles.BLOCK_V)
     # beside a collective some multiprocessors are taken: there the hardware had better deal out the tiles
     if not beside_collective:
@@ -180,10 +140,7 @@ def weight_gradient(
     _weight_gradient_kernel[(programs,)](
         tile_source(panel, (tiles.BLOCK_D, tiles.BLOCK_N), tma),
         tile_source(e, (tiles.BLOCK_D, tiles.BLOCK_V), tma),
-        tile_source(out, (tiles.BLOCK_N, tiles.BLOCK_V), tma),
-        out, e, state.targets, state.residual, segments, scale, count,
-        n, d, first, width, panel.stride(0), e.stride(0), out.stride(0),
-        HAS_RESIDUAL=segments is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
-        TOKENS=16,  # the least that a tensor core takes: a tile of classes has few
+        out, touched, scale, count, n, d, width, panel.stride(0), e.stride(0), out.stride(0),
+        HAS_TOUCHED=touched is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -41,6 +41,12 @@ def store_tile(
 
 
 @triton.jit
+def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLS // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def logits_tile(
     e, c, bias_ptr, n, v, N, V, D, stride_e, stride_c,
     HAS_BIAS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
