@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .kernels.config import tiles_for
+from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, panel_gradient
 from .kernels.product import hidden_gradient, weight_gradient
 from .kernels.rows import pack_order, pack_rows, unpack_rows
-from .kernels.runtime import multiprocessors, target_of
+from .kernels.runtime import multiprocessors, round_up, target_of
 from .kernels.statistics import panel_statistics, sum_bits
 from .kernels.target import target_classes, target_rows
 from .parallel.collectives import all_reduce
@@ -96,51 +96,64 @@ class TokenLosses(torch.autograd.Function):
 
         d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         d_bias = torch.empty_like(bias) if needs_bias else None
-        for padded in (d_weight, d_bias):
-            if padded is not None:
-                padded[shard.classes :] = 0
+        for gradient in (d_weight, d_bias):
+            if gradient is not None:
+                # padding, and everything where there is no token
+                gradient[shard.classes if len(e) else 0 :] = 0
         d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
-        if d_packed is not None:
-            target_rows(c, state, d_packed, col0=shard.start)
-        touched = None
-        if d_weight is not None:
-            touched = target_classes(e, state, count, d_weight[: shard.classes], col0=shard.start)
-        tiles = tiles_for(target_of(e.device), e.dtype)
-        (n, d), itemsize = e.shape, e.element_size()
-        step = panel_width(n, d, len(c), itemsize, tiles, multiprocessors(e.device))
-        buffer = e.new_empty(len(e), min(step, -(-len(c) // 256) * 256))
-        reduction: dist.Work | None = None
-        for v0 in range(0, len(c) if len(e) else 0, step):
-            columns = slice(v0, min(v0 + step, len(c)))
-            last = columns.stop == len(c)
-            panel = buffer[:, : columns.stop - v0]
-            panel_gradient(
-                e, c, bias, state, count, scale, panel,
-                v0=v0, col0=shard.start, bias_grad=None if d_bias is None else d_bias[columns],
-            )  # fmt: skip
-            if d_packed is not None:
-                hidden_gradient(panel, c, count, d_packed, v0=v0)
-                if last:
-                    # under the last product of the weight's gradient
-                    reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
-            if d_weight is not None:
-                weight_gradient(
-                    panel, e, count, scale, d_weight[columns], None if touched is None else touched[columns],
-                    beside_collective=reduction is not None,
-                )  # fmt: skip
-        if len(e) == 0:
-            for gradient in (d_weight, d_bias):
-                if gradient is not None:
-                    gradient.zero_()
+        reduction = _walk_panels(e, c, bias, state, count, scale, shard, d_packed, d_weight, d_bias)
         d_hidden = None
         if d_packed is not None:
-            if shard.classes == 0:
-                reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
+            # before the result takes its place
+            del e
             if reduction is not None:
                 reduction.wait()
-            del buffer
             d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
         return d_hidden, d_weight, d_bias, None, None
+
+
+def _walk_panels(
+    e: torch.Tensor,
+    c: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: RowState,
+    count: torch.Tensor,
+    scale: torch.Tensor,
+    shard: VocabShard,
+    d_packed: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+    d_bias: torch.Tensor | None,
+) -> dist.Work | None:
+    """Fills the gradients a panel of columns at a time. Returns the reduction of ``d_packed`` that is under way."""
+    touched = None
+    if d_packed is not None:
+        target_rows(c, state, d_packed, col0=shard.start)
+    if d_weight is not None:
+        touched = target_classes(e, state, count, d_weight[: len(c)], col0=shard.start)
+    (n, d), itemsize = e.shape, e.element_size()
+    step = panel_width(n, d, len(c), itemsize, tiles_for(target_of(e.device), e.dtype), multiprocessors(e.device))
+    buffer = e.new_empty(n, min(step, round_up(len(c), TILE_V)))
+    reduction = None
+    for v0 in range(0, len(c) if n else 0, step):
+        columns = slice(v0, min(v0 + step, len(c)))
+        panel = buffer[:, : columns.stop - v0]
+        panel_gradient(
+            e, c, bias, state, count, scale, panel,
+            v0=v0, col0=shard.start, bias_grad=None if d_bias is None else d_bias[columns],
+        )  # fmt: skip
+        if d_packed is not None:
+            hidden_gradient(panel, c, count, d_packed, v0=v0)
+            if columns.stop == len(c):
+                # under the last product of the weight's gradient
+                reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
+        if d_weight is not None:
+            weight_gradient(
+                panel, e, count, scale, d_weight[columns], None if touched is None else touched[columns],
+                beside_collective=reduction is not None,
+            )  # fmt: skip
+    if d_packed is not None and len(c) == 0:
+        reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
+    return reduction
 
 
 def _normalise(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

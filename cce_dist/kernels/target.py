@@ -86,10 +86,10 @@ def target_classes(
         return touched
     if triton_serves(e):
         n, d = e.shape
-        block = min(256, triton.next_power_of_2(d))
+        block = min(1024, triton.next_power_of_2(d))
         _target_classes_kernel[(n, triton.cdiv(d, block))](
             e, state.targets, state.residual, count, out, touched, len(out), d, col0, out.stride(0),
-            BLOCK_N=16, BLOCK_D=block,
+            BLOCK_N=4, BLOCK_D=block, num_warps=2,
         )  # fmt: skip
         return touched
     ids = state.targets[: int(count)] - col0
