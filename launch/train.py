@@ -51,7 +51,7 @@ class Preset:
 
 PRESETS = {
     "micro": Preset(hidden=64, intermediate=176, layers=2, heads=2, length=32, batch=8, rate=3e-3),
-    "tiny": Preset(hidden=256, intermediate=704, layers=4, heads=4, length=128, batch=8, rate=2e-3),
+    "tiny": Preset(hidden=256, intermediate=704, layers=4, heads=4, length=128, batch=8, rate=1e-3),
     "small": Preset(hidden=768, intermediate=2048, layers=12, heads=12, length=1024, batch=16, rate=6e-4),
     "base": Preset(hidden=2048, intermediate=5632, layers=16, heads=16, length=2048, batch=8, rate=3e-4),
 }
