@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -51,31 +52,30 @@ def _is_text(path: Path) -> bool:
     return bool(head) and b"\0" not in head
 
 
-def prepare(files: list[Path], vocab_size: int, cache: Path) -> Path:
-    """The folder in ``cache`` that holds ``tokenizer.json`` and ``tokens.pt`` of these texts, made where it is not
-    there yet."""
-    documents = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+def cache_folder(files: list[Path], vocab_size: int, cache: Path) -> Path:
+    """Where ``prepare`` puts what it makes of these texts."""
     digest = hashlib.sha256()
-    for document in documents:
-        text = document.encode()
+    for path in files:
+        text = path.read_bytes()
         digest.update(len(text).to_bytes(8, "little") + text)
-    folder = cache / f"{digest.hexdigest()[:16]}-{vocab_size}"
-    # the last file that is written: where it is, all is there
-    if (folder / "tokens.pt").exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    return cache / f"{digest.hexdigest()[:16]}-{vocab_size}"
+
+
+def prepare(files: list[Path], vocab_size: int, folder: Path) -> None:
+    """Writes ``tokenizer.json`` and ``tokens.pt``: where the latter is, all is there."""
+    documents = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     tokenizer = _train_tokenizer(documents, vocab_size)
     ids: list[torch.Tensor] = []
     for start in range(0, len(documents), 64):
         for encoding in tokenizer.encode_batch_fast(documents[start : start + 64]):
             ids.append(torch.tensor([*encoding.ids, BORDER_ID], dtype=torch.int32))
+    folder.mkdir(parents=True, exist_ok=True)
     # other runs may make the same files at the same time: each writes its own and the last rename wins
     ours = f".partial-{os.getpid()}"
     tokenizer.save(str(folder / f"tokenizer.json{ours}"))
     torch.save(torch.cat(ids), folder / f"tokens.pt{ours}")
     for name in ("tokenizer.json", "tokens.pt"):
         (folder / f"{name}{ours}").replace(folder / name)
-    return folder
 
 
 def _train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -96,12 +96,17 @@ class Batches:
     """Micro-batch ``number`` of an endless sequence, a pure function of (seed, number): a resumed run, or one with
     another number of ranks, reads the same text.
 
-    The windows of ``length`` tokens are shuffled anew in each epoch.
+    The windows of ``length`` tokens are shuffled anew in each epoch. ``ValueError`` where they do not fill a batch.
     """
 
     def __init__(self, tokens: torch.Tensor, length: int, batch: int, seed: int) -> None:
         self.tokens, self.length, self.batch, self.seed = tokens, length, batch, seed
         self.windows = (len(tokens) - 1) // length
+        if self.windows < batch:
+            raise ValueError(
+                f"--data: {len(tokens)} tokens make {self.windows} sequences of {length}, expected at least the "
+                f"{batch} of a batch"
+            )
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -119,3 +124,8 @@ class Batches:
             generator = torch.Generator().manual_seed((epoch << 32) + self.seed)
             self._epoch, self._order = epoch, torch.randperm(self.windows, generator=generator)
         return self._order[position]
+
+
+if __name__ == "__main__":
+    # a process of its own, so that a tokenizer's memory does not count as the training's
+    prepare([Path(line) for line in sys.stdin.read().split("\0")], int(sys.argv[1]), Path(sys.argv[2]))

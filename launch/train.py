@@ -17,18 +17,17 @@ import resource
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import data
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from checkpoint import complete_checkpoints, load_checkpoint, remove_checkpoint, save_checkpoint
-from data import BORDER_ID, IGNORED, SMALLEST_VOCABULARY, Batches, prepare, text_files
+from data import BORDER_ID, IGNORED, SMALLEST_VOCABULARY, Batches, cache_folder, text_files
 from report import comparison, plot_loss, read_metrics, replace_text
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -198,13 +197,16 @@ def peak_memory(device: torch.device) -> int:
 
 def load_tokens(args: argparse.Namespace) -> tuple[str, torch.Tensor]:
     """(the name of the text in the cache, its ids). Rank 0 makes them while the others wait."""
-    cache, told = args.runs / "cache", [""]
+    told: list[Any] = [None]
     if dist.get_rank() == 0:
-        # in a process of its own, so that a tokenizer's memory does not count as the training's
-        with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-            told = [pool.submit(prepare, text_files(args.data), args.vocab_size, cache).result().name]
+        files = text_files(args.data)
+        folder = cache_folder(files, args.vocab_size, args.runs / "cache")
+        if not (folder / "tokens.pt").exists():
+            command = [sys.executable, data.__file__, str(args.vocab_size), str(folder)]
+            subprocess.run(command, input="\0".join(map(str, files)), text=True, check=True)
+        told = [folder.name]
     dist.broadcast_object_list(told, src=0)
-    return told[0], torch.load(cache / told[0] / "tokens.pt", mmap=True, weights_only=True)
+    return told[0], torch.load(args.runs / "cache" / told[0] / "tokens.pt", mmap=True, weights_only=True)
 
 
 def check_config(old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -225,12 +227,6 @@ class Trainer:
         self.dp_group, self.tp_group = mesh.get_group("dp"), mesh.get_group("tp")
         self.text, tokens = load_tokens(args)
         self.data = Batches(tokens, PRESETS[args.preset].length, args.batch, args.seed)
-        needed = args.batch * args.accumulate * self.dp
-        if self.data.windows < needed:
-            raise ValueError(
-                f"--data: {len(tokens)} tokens make {self.data.windows} sequences of {self.data.length}, expected at "
-                f"least the {needed} of one step"
-            )
         self.model = LanguageModel(args, self.tp_group).to(device)
         self.replica: torch.nn.Module = self.model
         if self.dp > 1:
