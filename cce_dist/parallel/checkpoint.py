@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
-class ShardedRows:
+class ShardedRows(torch.Tensor):
     """Rows from ``start`` of a ``[num_rows, ...]`` tensor: ``local`` holds them.
 
     Implements the protocol that torch.distributed.checkpoint asks of a sharded object
-    (``torch.distributed._checkpointable``), which allows any bounds; DTensor and ShardedTensor allow fewer.
+    (``torch.distributed._checkpointable``), which allows any bounds; DTensor and ShardedTensor allow fewer. A tensor
+    by type alone, since shards are looked up in tensors only: it computes nothing.
     """
 
-    def __init__(self, local: torch.Tensor, start: int, num_rows: int) -> None:
-        self.local, self.start = local, start
-        self._size = torch.Size((num_rows, *local.shape[1:]))
+    local: torch.Tensor
+    start: int
 
-    def size(self) -> torch.Size:
-        return self._size
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, start: int, num_rows: int) -> ShardedRows:
+        shape = (num_rows, *local.shape[1:])
+        rows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        rows.local, rows.start = local, start
+        return rows
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(f"a checkpoint view can be saved and loaded only, got {func}; compute with its local rows")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedRows({self.start}:{self.start + len(self.local)} of {tuple(self.shape)})"
 
     def _offsets(self) -> torch.Size:
-        return torch.Size((self.start, *(0 for _ in self._size[1:])))
+        return torch.Size((self.start, *(0 for _ in self.shape[1:])))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         # an empty shard has nothing to save or load
@@ -33,7 +46,7 @@ class ShardedRows:
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self._size),
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self.local), self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
