@@ -139,12 +139,16 @@ def _pad_rows(x: torch.Tensor, rows: int, value: int) -> torch.Tensor:
 
 
 def _normalise(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(grad / scale, scale), scale a power of two that puts the largest of ``grad`` between 2**13 and 2**14.
+    """(grad / scale, scale), with the largest of ``grad / scale`` at 2**13.
 
-    An fp16 panel then neither overflows nor loses small entries, whatever the loss scale; dividing by a power of two
-    changes no bit elsewhere. The products carry ``scale`` in their epilogues.
+    An fp16 panel then neither overflows nor loses small entries, whatever the loss scale. Where all tokens weigh the
+    same, as in a mean, each entry of the result is exactly 2**13: a factor with a mantissa of its own would round the
+    targets' entries, which make up most of the gradient, all to the same side. The products carry ``scale`` in their
+    epilogues.
     """
     if not len(grad):
         return grad, grad.new_ones(())
-    exponent = torch.frexp(grad.abs().amax()).exponent.clamp(-80, 80) - 14
-    return torch.ldexp(grad, -exponent), torch.ldexp(grad.new_ones(()), exponent)
+    largest = grad.abs().amax()
+    # a gradient of zeros stays as it is; a NaN or inf passes through to the results
+    scale = torch.where(largest == 0, 1, largest) * 2.0**-13
+    return grad / scale, scale

@@ -125,7 +125,7 @@ def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, b
     n = int(count)
     wide = torch.promote_types(e.dtype, torch.float32)
     left, ids = e[:n].to(wide), state.targets[:n] - col0 - v0
-    grad, shift = state.grad[:n, None], (state.row_max + state.log_sum)[:n, None]
+    grad, row_max, log_sum = state.grad[:n, None], state.row_max[:n, None], state.log_sum[:n, None]
     scratch = None if panel.dtype == wide else left.new_empty(n, TILE_V)
     for v in range(0, panel.shape[1], TILE_V):
         w = min(TILE_V, panel.shape[1] - v)
@@ -133,7 +133,8 @@ def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, b
         torch.mm(left, c[v0 + v : v0 + v + w].to(wide).T, out=x)
         if bias is not None:
             x += bias[v0 + v : v0 + v + w].to(wide)
-        x.sub_(shift).exp_()
+        # not their sum: it would be rounded to the precision of the larger
+        x.sub_(row_max).sub_(log_sum).exp_()
         hit = ((ids >= v) & (ids < v + w)).nonzero()[:, 0]
         x[hit, ids[hit] - v] = state.target_grad[hit]
         x.mul_(grad)
