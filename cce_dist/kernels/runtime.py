@@ -75,9 +75,17 @@ def has_tma(target: str) -> bool:
 
 
 def descriptors_fit(target: str, *tensors: torch.Tensor) -> bool:
-    """Whether the copy engine of the chip can fetch tiles of these matrices: aligned to 16 bytes, rows contiguous."""
-    return (has_tma(target) or target == "cpu") and all(
-        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and t.numel() > 0
+    """Whether the copy engine of the chip can fetch tiles of these matrices: aligned to 16 bytes, rows contiguous.
+
+    Not fp32 matrices: their products run on the plain arithmetic units, and fed from the copy engine's layout of
+    shared memory they need more registers than a thread has.
+    """
+    return all(
+        (target == "cpu" or (has_tma(target) and t.element_size() == 2))
+        and t.stride(1) == 1
+        and t.stride(0) * t.element_size() % 16 == 0
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
         for t in tensors
     )
 
