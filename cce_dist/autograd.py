@@ -151,7 +151,8 @@ def _walk_panels(
                 panel, e, count, scale, d_weight[columns], None if touched is None else touched[columns],
                 beside_collective=reduction is not None,
             )  # fmt: skip
-    if d_packed is not None and len(c) == 0:
+    if d_packed is not None and reduction is None:
+        # a rank without a class or a token takes part all the same
         reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
     return reduction
 

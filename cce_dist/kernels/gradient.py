@@ -127,7 +127,7 @@ def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, b
     n = int(count)
     wide = torch.promote_types(e.dtype, torch.float32)
     left, ids = e[:n].to(wide), state.targets[:n] - col0 - v0
-    grad, shift = state.grad[:n, None], (state.row_max + state.log_sum)[:n, None]
+    grad, row_max, log_sum = state.grad[:n, None], state.row_max[:n, None], state.log_sum[:n, None]
     scratch = None if panel.dtype == wide else left.new_empty(n, TILE_V)
     for v in range(0, panel.shape[1], TILE_V):
         w = min(TILE_V, panel.shape[1] - v)
@@ -135,7 +135,8 @@ def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, b
         torch.mm(left, c[v0 + v : v0 + v + w].to(wide).T, out=x)
         if bias is not None:
             x += bias[v0 + v : v0 + v + w].to(wide)
-        x.sub_(shift).exp_().mul_(grad)
+        # not their sum: it would be rounded to the precision of the larger
+        x.sub_(row_max).sub_(log_sum).exp_().mul_(grad)
         hit = ((ids >= v) & (ids < v + w)).nonzero()[:, 0]
         x[hit, ids[hit] - v] = state.target_entry[hit]
         if bias_grad is not None:
