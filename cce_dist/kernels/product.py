@@ -5,14 +5,24 @@ from __future__ import annotations
 import torch
 
 from .config import tiles_for
-from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
+from .runtime import (
+    cdiv,
+    descriptors_fit,
+    has_tma,
+    multiprocessors,
+    target_of,
+    tile_source,
+    tl,
+    triton,
+    triton_serves,
+)
 from .tiles import halves, load_tile, store_tile, tile_position
 
 
 @triton.jit
 def _hidden_gradient_kernel(
-    panel, c, out_ptr, count_ptr, N, V, D, v0, width, stride_panel, stride_c,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    panel, c, out, count_ptr, N, V, D, v0, width, stride_panel, stride_c,
+    REDUCE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     # here BLOCK_V columns of the result are reduced over the panel's width, BLOCK_D at a time
@@ -31,10 +41,16 @@ def _hidden_gradient_kernel(
         # a whole tile of fp32 on its way to memory would fill the shared memory that the loads need
         left, right = halves(acc, BLOCK_N, BLOCK_V)
         W: tl.constexpr = BLOCK_V // 2
-        left += load_tile(out_ptr, n, d, rows, D, D, BLOCK_N, W, False)
-        store_tile(out_ptr, left, n, d, rows, D, D, BLOCK_N, W, False)
-        right += load_tile(out_ptr, n, d + W, rows, D, D, BLOCK_N, W, False)
-        store_tile(out_ptr, right, n, d + W, rows, D, D, BLOCK_N, W, False)
+        if REDUCE:
+            # the copy engine adds, so that nothing waits for what was there. each element is added to once a launch:
+            # the order of addition is that of the panels
+            out.atomic_add([n, d], left)
+            out.atomic_add([n, d + W], right)
+        else:
+            left += load_tile(out, n, d, rows, D, D, BLOCK_N, W, False)
+            store_tile(out, left, n, d, rows, D, D, BLOCK_N, W, False)
+            right += load_tile(out, n, d + W, rows, D, D, BLOCK_N, W, False)
+            store_tile(out, right, n, d + W, rows, D, D, BLOCK_N, W, False)
 
 
 @triton.jit
@@ -97,12 +113,15 @@ def hidden_gradient(panel: torch.Tensor, c: torch.Tensor, count: torch.Tensor, o
     target = target_of(panel.device)
     tiles = tiles_for(target, panel.dtype)
     tma = descriptors_fit(target, panel, c)
+    reduce = tma and has_tma(target) and d % 4 == 0
     programs = min(multiprocessors(panel.device), cdiv(n, tiles.BLOCK_N) * cdiv(d, tiles.BLOCK_V))
     _hidden_gradient_kernel[(programs,)](
         tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
         tile_source(c, (tiles.BLOCK_D, tiles.BLOCK_V), tma),
-        out, count, n, len(c), d, v0, width, panel.stride(0), c.stride(0),
-        TMA=tma, PRECISION="ieee", **tiles.shape, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        tile_source(out, (tiles.BLOCK_N, tiles.BLOCK_V // 2), reduce),
+        count, n, len(c), d, v0, width, panel.stride(0), c.stride(0),
+        REDUCE=reduce, TMA=tma, PRECISION="ieee", **tiles.shape,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
