@@ -21,7 +21,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     # row blocks that walk the vocabulary together, so that their tiles of C stay in the L2 cache
-    GROUP_N: int = 16
+    GROUP_N: int = 8
 
     @property
     def shape(self) -> dict[str, int]:
