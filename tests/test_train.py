@@ -188,6 +188,13 @@ def test_bad_options(
     assert message.format(tmp=tmp_path) in capsys.readouterr().err
 
 
+def test_resumes_the_same_model_only(script: ModuleType) -> None:
+    old = {"preset": "tiny", "vocab_size": 32768, "tied": False, "text": "abc-32768"}
+    script.check_config(old, {**old, "steps": 100})
+    with pytest.raises(ValueError, match="--resume: the run was started with tied False, got True"):
+        script.check_config(old, {**old, "tied": True})
+
+
 def test_too_little_text(script: ModuleType) -> None:
     with pytest.raises(
         ValueError, match="--data: 20 tokens make 4 sequences of 4, expected at least the 5 of a batch"
