@@ -10,6 +10,19 @@ from .tiles import load_tile, store_tile, tile_position
 
 
 @triton.jit
+def _add_tile(
+    out_ptr, value, row, col, rows, cols, stride, ACCUMULATE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    offs_r = row + tl.arange(0, ROWS)
+    offs_c = col + tl.arange(0, COLS)
+    pointers = out_ptr + offs_r[:, None].to(tl.int64) * stride + offs_c[None, :]
+    mask = (offs_r < rows)[:, None] & (offs_c < cols)[None, :]
+    if ACCUMULATE:
+        value += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, value, mask=mask)
+
+
+@triton.jit
 def _product_kernel(
     a, b, out, out_ptr, scale_ptr, count_ptr, M, K, D, k0, M_LIMIT, K_LIMIT, stride_a, stride_b, stride_out,
     TRANSPOSE: tl.constexpr, ACCUMULATE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -35,16 +48,16 @@ def _product_kernel(
                 x = load_tile(a, m, k, M_LIMIT, K, stride_a, BLOCK_N, BLOCK_D, TMA)
             y = load_tile(b, k0 + k, d, K_LIMIT, D, stride_b, BLOCK_D, BLOCK_V, TMA)
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
-        if ACCUMULATE:
-            offs_m = m + tl.arange(0, BLOCK_N)
-            offs_d = d + tl.arange(0, BLOCK_V)
-            pointers = out_ptr + offs_m[:, None].to(tl.int64) * stride_out + offs_d[None, :]
-            acc += tl.load(pointers, mask=(offs_m < M)[:, None] & (offs_d < D)[None, :], other=0.0)
         if TRANSPOSE:
             acc *= tl.load(scale_ptr)
-        value = acc.to(out_ptr.dtype.element_ty)
-        # the copy engine's tile of fp32 would fill the shared memory that the loads need
-        store_tile(out, value, m, d, M_LIMIT, D, stride_out, BLOCK_N, BLOCK_V, TMA and TRANSPOSE)
+            store_tile(out, acc.to(out_ptr.dtype.element_ty), m, d, M_LIMIT, D, stride_out, BLOCK_N, BLOCK_V, TMA)
+        else:
+            # a half at a time: rearranging the whole fp32 tile, or the copy engine's buffer for it, takes 128 KiB of
+            # shared memory, more than the loads leave on sm_90
+            HALF: tl.constexpr = BLOCK_V // 2
+            left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N, 2, HALF)), (0, 2, 1)))
+            _add_tile(out_ptr, left, m, d, M, D, stride_out, ACCUMULATE, BLOCK_N, HALF)
+            _add_tile(out_ptr, right, m, d + HALF, M, D, stride_out, ACCUMULATE, BLOCK_N, HALF)
 
 
 def _launch(a, b, out, count, scale, *, k0, k, transpose, accumulate, persistent=True):
