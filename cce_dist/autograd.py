@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, panel_gradient
@@ -80,8 +79,16 @@ class TokenLosses(torch.autograd.Function):
         return torch.empty_like(loss[:n]).scatter_(0, order, torch.where(live, loss[:n], 0))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = TokenLosses._gradients(ctx, grad_losses)
+        if torch.is_grad_enabled():
+            # create_graph: without a node the gradients would pass for constants, also in a penalty on their norm
+            gradients = tuple(g if g is None else _Undifferentiable.apply(g.requires_grad_()) for g in gradients)
+        return gradients
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, order, count, ids, row_max, log_sum, loss = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         shard: VocabShard = ctx.options.shard
@@ -155,6 +162,18 @@ def _walk_panels(
         # a rank without a class or a token takes part all the same
         reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
     return reduction
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Identity whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("linear_cross_entropy has no second derivative: its gradients cannot be differentiated")
 
 
 def _normalise(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
