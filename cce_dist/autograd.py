@@ -58,6 +58,7 @@ class TokenLosses(torch.autograd.Function):
         shard, n = options.shard, len(hidden)
         order, count = pack_order(targets != options.ignore_index)
         e, c = pack_rows(hidden, order, count), weight[: shard.classes]
+        b = None if bias is None else bias[: shard.classes]
         ids = _pad_rows(targets[order], len(e), -1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logit = torch.zeros(len(e), dtype=wide, device=e.device)
@@ -69,7 +70,7 @@ class TokenLosses(torch.autograd.Function):
         for start in range(0, len(e), step):
             rows = slice(start, min(start + step, len(e)))
             statistics = panel_statistics(
-                e, c, bias, ids, count, logit, rows=(rows.start, rows.stop), col0=shard.start
+                e, c, b, ids, count, logit, rows=(rows.start, rows.stop), col0=shard.start
             )
             parts.append(merge_statistics(statistics, logit[rows], owned[rows], bits, shard.group))  # collectives
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
@@ -93,6 +94,7 @@ class TokenLosses(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         shard: VocabShard = ctx.options.shard
         c, wide = weight[: shard.classes], row_max.dtype
+        b = None if bias is None else bias[: shard.classes]
         e = pack_rows(hidden, order, count)
         live = torch.arange(len(hidden), device=e.device) < count
         grad = _pad_rows(torch.where(live, grad_losses.to(wide)[order], 0), len(e), 0)
@@ -116,7 +118,7 @@ class TokenLosses(torch.autograd.Function):
             last = columns.stop == len(c)
             panel = buffer[:, : columns.stop - v0]
             panel_gradient(
-                e, c, bias, state, count, scale, panel,
+                e, c, b, state, count, scale, panel,
                 v0=v0, col0=shard.start, bias_grad=None if d_bias is None else d_bias[columns],
             )  # fmt: skip
             if d_packed is not None:
