@@ -59,6 +59,7 @@ class TokenLosses(torch.autograd.Function):
         shard, n = options.shard, len(hidden)
         ids, order, count = pack_order(targets, options.ignore_index)
         e, c = pack_rows(hidden, order, count), weight[: shard.classes]
+        b = None if bias is None else bias[: shard.classes]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logit = torch.zeros(len(e), dtype=wide, device=e.device)
         owned = (ids >= shard.start) & (ids < shard.start + shard.classes)
@@ -68,9 +69,7 @@ class TokenLosses(torch.autograd.Function):
         parts = []
         for start in range(0, len(e), step):
             rows = slice(start, min(start + step, len(e)))
-            statistics = panel_statistics(
-                e, c, bias, ids, count, logit, rows=(rows.start, rows.stop), col0=shard.start
-            )
+            statistics = panel_statistics(e, c, b, ids, count, logit, rows=(rows.start, rows.stop), col0=shard.start)
             parts.append(merge_statistics(statistics, logit[rows], owned[rows], bits, shard.group))  # collectives
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
         live = torch.arange(n, device=e.device) < count
@@ -93,6 +92,7 @@ class TokenLosses(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         shard: VocabShard = ctx.options.shard
         c, wide = weight[: shard.classes], row_max.dtype
+        b = None if bias is None else bias[: shard.classes]
         e = pack_rows(hidden, order, count)
         live = torch.arange(len(hidden), device=e.device) < count
         grad = torch.where(live, grad_losses.to(wide)[order], 0)
@@ -108,7 +108,7 @@ class TokenLosses(torch.autograd.Function):
                 # padding, and everything where there is no token
                 gradient[shard.classes if len(e) else 0 :] = 0
         d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
-        reduction = _walk_panels(e, c, bias, state, count, scale, shard, d_packed, d_weight, d_bias)
+        reduction = _walk_panels(e, c, b, state, count, scale, shard, d_packed, d_weight, d_bias)
         d_hidden = None
         if d_packed is not None:
             # before the result takes its place
