@@ -74,12 +74,15 @@ class JobRanks:
 
     def __init__(self) -> None:
         local = int(os.environ["LOCAL_RANK"])
-        self.device = torch.device("cpu")
+        self.device, backend = torch.device("cpu"), "gloo"
         if torch.cuda.is_available():
-            self.device = torch.device("cuda", local)
+            count = torch.cuda.device_count()
+            self.device = torch.device("cuda", local % count)
             torch.cuda.set_device(self.device)
-        # both backends: what the ranks tell each other about failures must not depend on the device
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            # both backends: what the ranks tell each other about failures must not depend on the device. NCCL takes
+            # one rank a GPU; more of them share one through gloo
+            shared = int(os.environ["LOCAL_WORLD_SIZE"]) > count
+            backend = f"cpu:gloo,cuda:{'gloo' if shared else 'nccl'}"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         _make_groups()
         self.control = dist.new_group(backend="gloo", timeout=3 * COLLECTIVE_TIMEOUT)
