@@ -113,7 +113,7 @@ class SpawnedRanks:
     def __init__(self, size: int = 4, interpreted_size: int = 2) -> None:
         self._worlds = {False: _World(size, interpret=False), True: _World(interpreted_size, interpret=True)}
 
-    def run(self, check: Check, *args: Any, ranks: int, interpret: bool = False, timeout: float = 120) -> None:
+    def run(self, check: Check, *args: Any, ranks: int, interpret: bool = False, timeout: float = 100) -> None:
         self._worlds[interpret].run(check, args, ranks, timeout)
 
     def share(self, value: Any) -> Any:
