@@ -58,7 +58,10 @@ def _run_check(check: Check, args: tuple[Any, ...], ranks: int, device: torch.de
         group = subgroup(tuple(range(ranks)))
         with poisoned_memory():
             check(group, device, *args)
-    except Exception:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        # torch's CheckpointException is no Exception
         return traceback.format_exc()
     return None
 

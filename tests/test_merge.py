@@ -85,7 +85,8 @@ def test_the_merge_marks_what_has_no_answer() -> None:
     tile_max = torch.tensor([[0.0, math.nan, math.inf, -math.inf, 0.0]])
     tile_sum = torch.tensor([[1.0, 1.0, math.nan, 0.0, 1.0]])
     owned = torch.tensor([True, True, True, True, False])
-    row_max, _, loss = merge_statistics(TileStatistics(tile_max, tile_sum), torch.zeros(5), owned, 40, None)
+    z = torch.tensor([0.0, 0.0, 0.0, -math.inf, 0.0])
+    row_max, _, loss = merge_statistics(TileStatistics(tile_max, tile_sum), z, owned, 40, None)
     assert loss[0] == 0
     assert loss[1:].isnan().all()
     assert row_max[1] == row_max[2] == math.inf
