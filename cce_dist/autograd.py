@@ -69,9 +69,7 @@ class TokenLosses(torch.autograd.Function):
         parts = []
         for start in range(0, len(e), step):
             rows = slice(start, min(start + step, len(e)))
-            statistics = panel_statistics(
-                e, c, b, ids, count, logit, rows=(rows.start, rows.stop), col0=shard.start
-            )
+            statistics = panel_statistics(e, c, b, ids, count, logit, rows=(rows.start, rows.stop), col0=shard.start)
             parts.append(merge_statistics(statistics, logit[rows], owned[rows], bits, shard.group))  # collectives
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
         live = torch.arange(n, device=e.device) < count

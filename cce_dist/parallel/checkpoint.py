@@ -7,18 +7,26 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
-class ShardedRows:
+class ShardedRows(torch.Tensor):
     """Rows from ``start`` of a ``[num_rows, ...]`` tensor: ``local`` holds them.
 
     Implements the protocol that torch.distributed.checkpoint asks of a sharded object
-    (``torch.distributed._checkpointable``), which allows any bounds; DTensor and ShardedTensor allow fewer.
+    (``torch.distributed._checkpointable``), which allows any bounds; DTensor and ShardedTensor allow fewer. A tensor,
+    since only among tensors are such objects looked up for saving; its memory is that of ``local``, its ``size()``
+    that of the whole.
     """
+
+    # what is computed from it is a plain tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, local: torch.Tensor, start: int, num_rows: int) -> ShardedRows:
+        return local.detach().as_subclass(cls)
 
     def __init__(self, local: torch.Tensor, start: int, num_rows: int) -> None:
         self.local, self.start = local, start
         self._size = torch.Size((num_rows, *local.shape[1:]))
 
-    def size(self) -> torch.Size:
+    def size(self) -> torch.Size:  # type: ignore[override]
         return self._size
 
     def _offsets(self) -> torch.Size:
