@@ -110,8 +110,8 @@ class JobRanks:
 
 
 class SpawnedRanks:
-    """gloo ranks on this machine's CPU. Started when first used; after a failure or hang killed, and started anew when
-    next used."""
+    """gloo ranks on this machine's CPU. Started when first used; killed after a failure or hang, and started
+    anew when next used."""
 
     def __init__(self, size: int = 4, interpreted_size: int = 2) -> None:
         self._worlds = {False: _World(size, interpret=False), True: _World(interpreted_size, interpret=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,7 @@ def test_constructors_tile(monkeypatch, v, size) -> None:
     for name, make in makes.items():
         found = shards(monkeypatch, make, size)
         assert found[0].start == 0
-        assert all(a.stop == b.start for a, b in zip(found, found[1:], strict=False)), name
+        assert all(a.stop == b.start for a, b in itertools.pairwise(found)), name
         assert sum(s.classes for s in found) == v, name
         assert all(0 <= s.classes <= s.rows for s in found), name
         rows = [s.rows for s in found]

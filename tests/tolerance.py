@@ -101,8 +101,8 @@ def assert_gradient(
     *,
     largest_logit: float = 0.0,
 ) -> None:
-    """``gradient`` is as near to ``truth`` as the worst of ``yardsticks``, rounded to its dtype, in norm (which is the
-    RMS of its elements) and in its worst element."""
+    """``gradient`` is as near to ``truth`` as the worst of ``yardsticks``, rounded to its dtype, in norm (the RMS of
+    its elements) and in its worst element."""
     error = (gradient.double() - truth).abs()
     assert bool(error.isfinite().all()), f"the gradient of {name} is not finite"
     if gradient.numel() == 0:
@@ -146,8 +146,8 @@ def reference_gradients(
 def _gradients_of_rounded_operands(
     inputs: Inputs, upstream: torch.Tensor | None, options: dict[str, Any]
 ) -> list[torch.Tensor | None] | None:
-    """Gradients in fp32 but for ``dx``, which is rounded once to the inputs' 16 bits relative to the largest weight of
-    a token; None for other dtypes."""
+    """Gradients in fp32 but for ``dx``, which is rounded once to the inputs' 16 bits relative to the largest weight
+    of a token; None for other dtypes."""
     dtype = inputs.hidden.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return None
