@@ -20,11 +20,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from cce_dist.kernels import gradient, product, rows, runtime, statistics  # noqa: E402
+from cce_dist.kernels import gradient, product, rows, runtime, statistics, target  # noqa: E402
 
 pytestmark = pytest.mark.skipif(runtime.INTERPRETED, reason="the interpreter has replaced the compiler")
 
 KIB = 1024
+MODULES = (statistics, gradient, product, rows, target)
 
 
 class Chip(NamedTuple):
@@ -46,6 +47,7 @@ SCALARS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 
 
@@ -71,7 +73,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def start(chip: str) -> list[Launch]:
         launches: list[Launch] = []
-        for module in (statistics, gradient, product, rows):
+        for module in MODULES:
             for name, value in list(vars(module).items()):
                 if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                     monkeypatch.setattr(module, name, _Recorder(value, launches))
@@ -140,16 +142,16 @@ def launch_products(dtype: torch.dtype, bias: bool, aligned: bool) -> None:
     row, ids, count = torch.zeros(n), torch.zeros(n, dtype=torch.int64), torch.tensor(n)
     b, scale = torch.zeros(v, dtype=dtype) if bias else None, torch.ones(())
     statistics.panel_statistics(e, c, b, ids, count, row, rows=(0, n), col0=4096)
-    state = gradient.RowState(ids, row, row, row, row)
+    state = gradient.RowState(ids, row, row, row, row, None)
     panel = torch.zeros(n, 512, dtype=dtype)
     db = torch.zeros(512, dtype=dtype) if bias else None
     gradient.panel_gradient(e, c, b, state, count, scale, panel, v0=512, col0=4096, bias_grad=db)
     if bias:
         # the products know nothing of it
         return
-    for accumulate in (False, True):
-        product.hidden_gradient(panel, c, count, torch.zeros(n, d), v0=512, accumulate=accumulate)
-    product.weight_gradient(panel, e, count, scale, torch.zeros(512, d, dtype=dtype))
+    product.hidden_gradient(panel, c, count, torch.zeros(n, d), v0=512)
+    touched = None if dtype == torch.float32 else torch.zeros(512, dtype=torch.uint8)
+    product.weight_gradient(panel, e, count, scale, torch.zeros(512, d, dtype=dtype), touched)
 
 
 def launch_rows(dtype: torch.dtype) -> None:
@@ -158,6 +160,10 @@ def launch_rows(dtype: torch.dtype) -> None:
     x, order, count = torch.zeros(n, d, dtype=dtype), torch.arange(n), torch.tensor(n)
     rows.pack_rows(x, order, count)
     rows.unpack_rows(torch.zeros(n, d), order, count, torch.ones(()), dtype)
+    ids, row = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
+    state = gradient.RowState(ids, row, row, row, row, row)
+    target.target_rows(x, state, torch.zeros(n, d), col0=4096)
+    target.target_classes(x, state, count, torch.zeros(1024, d, dtype=dtype), col0=4096)
     tiles = statistics.TileStatistics(torch.zeros(501, n), torch.zeros(501, n))
     tiles.fold_sum(tiles.fold_max(), 45)
 
@@ -183,7 +189,7 @@ def _matrix() -> list[Any]:
 def test_product_kernels_fit_the_chip(record, tmp_path, record_property, chip, dtype, bias, aligned) -> None:
     launches, kind = record(chip), CHIPS[chip]
     launch_products(dtype, bias, aligned)
-    assert len(launches) == (3 if bias else 5)
+    assert len(launches) == (3 if bias else 4)
     for launch in launches:
         name = launch.kernel.__name__
         binary = compiled(launch, kind)
@@ -192,10 +198,10 @@ def test_product_kernels_fit_the_chip(record, tmp_path, record_property, chip, d
         record_property(f"{len(launches)} {name}", f"shared {shared} spilled {spilled}")
         print(f"{chip} {str(dtype)[6:]} {name} shared {shared} spilled {spilled}")
         assert shared <= kind.shared, f"{name} asks for {shared} bytes of shared memory of {kind.shared}"
-        # none in training's usual path. a bias, odd shapes and the plain arithmetic units of fp32 cost a few
-        # registers around the loop; on gfx942 the addresses of unaligned rows cost more
+        # none in training's usual path. a bias and the plain arithmetic units of fp32 cost a few registers around the
+        # loop, the addresses of unaligned rows more
         usual = aligned and not bias and dtype != torch.float32
-        allowed = 0 if usual else 1024 if chip == "gfx942" and not aligned else 128
+        allowed = 0 if usual else 256 if aligned else 1024
         assert spilled <= allowed, f"{name} spills {spilled} bytes a thread, allowed {allowed}"
         if name == "_fold_bias_kernel":
             continue
@@ -213,6 +219,7 @@ def test_row_kernels_compile(record, tmp_path, chip, dtype) -> None:
     launch_rows(dtype)
     assert {launch.kernel.__name__ for launch in launches} == {
         "_pack_rows_kernel", "_unpack_rows_kernel", "_fold_max_kernel", "_fold_sum_kernel",
+        "_target_rows_kernel", "_target_classes_kernel",
     }  # fmt: skip
     for launch in launches:
         binary = compiled(launch, kind)
@@ -227,9 +234,6 @@ def test_every_kernel_is_compiled(record) -> None:
     launch_products(torch.bfloat16, True, True)
     launch_rows(torch.bfloat16)
     defined = {
-        value.kernel.__name__
-        for module in (statistics, gradient, product, rows)
-        for value in vars(module).values()
-        if isinstance(value, _Recorder)
+        value.kernel.__name__ for module in MODULES for value in vars(module).values() if isinstance(value, _Recorder)
     }
     assert {launch.kernel.__name__ for launch in launches} == defined

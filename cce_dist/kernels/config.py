@@ -47,11 +47,17 @@ _SAME = {"sm_89": "sm_86", "sm_120": "sm_86", "sm_103": "sm_100", "gfx950": "gfx
 _SINGLE = Tiles(64, 64, 32, num_warps=4, num_stages=2)
 
 
-def tiles_for(target: str, dtype: torch.dtype) -> Tiles:
-    """The tile shape for operands of ``dtype`` on the chip ``target`` (see :func:`runtime.target_of`)."""
+def tiles_for(target: str, dtype: torch.dtype, aligned: bool = True) -> Tiles:
+    """The tile shape for operands of ``dtype`` on the chip ``target`` (see :func:`runtime.target_of`).
+
+    ``aligned`` says that the copy engine fetches them, where the chip has one.
+    """
     if target == "cpu":
         return _HALF["cpu"]
     if dtype == torch.float32:
         return _SINGLE
+    if not aligned and target in ("sm_90", "sm_100", "sm_103"):
+        # addresses of single elements take the registers that a wide tile needs
+        return _HALF["sm_80"]
     # an unknown chip gets the shape that asks least
     return _HALF.get(_SAME.get(target, target), _HALF["sm_86"])

@@ -102,11 +102,11 @@ def panel_gradient(
         _panel_gradient_torch(e, c, bias, state, count, scale, panel, v0=v0, col0=col0, bias_grad=bias_grad)
         return
     target = target_of(e.device)
-    tiles = tiles_for(target, e.dtype)
+    tma = descriptors_fit(target, e, c, panel)
+    tiles = tiles_for(target, e.dtype, tma)
     (n, width), (num_v, d) = panel.shape, c.shape
     num_n = cdiv(n, tiles.BLOCK_N)
     programs = min(multiprocessors(e.device), num_n * cdiv(width, tiles.BLOCK_V))
-    tma = descriptors_fit(target, e, c, panel)
     part = torch.empty(num_n, panel.stride(0), device=e.device) if bias_grad is not None else None
     _panel_gradient_kernel[(programs,)](
         tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),

@@ -111,8 +111,8 @@ def hidden_gradient(panel: torch.Tensor, c: torch.Tensor, count: torch.Tensor, o
             out[:n].addmm_(panel[:n, v : v + step].to(wide), right)
         return
     target = target_of(panel.device)
-    tiles = tiles_for(target, panel.dtype)
     tma = descriptors_fit(target, panel, c)
+    tiles = tiles_for(target, panel.dtype, tma)
     reduce = tma and has_tma(target) and d % 4 == 0
     programs = min(multiprocessors(panel.device), cdiv(n, tiles.BLOCK_N) * cdiv(d, tiles.BLOCK_V))
     _hidden_gradient_kernel[(programs,)](
@@ -150,8 +150,8 @@ def weight_gradient(
         out.copy_(product.mul_(scale))
         return
     target = target_of(panel.device)
-    tiles = tiles_for(target, panel.dtype)
     tma = descriptors_fit(target, panel, e)
+    tiles = tiles_for(target, panel.dtype, tma)
     programs = cdiv(width, tiles.BLOCK_N) * cdiv(d, tiles.BLOCK_V)
     # beside a collective some multiprocessors are taken: there the hardware had better deal out the tiles
     if not beside_collective:

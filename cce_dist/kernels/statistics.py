@@ -163,13 +163,13 @@ def panel_statistics(
     if not triton_serves(e):
         return _panel_statistics_torch(e, c, bias, targets, count, logit, rows=rows, col0=col0)
     target = target_of(e.device)
-    tiles = tiles_for(target, e.dtype)
+    tma = descriptors_fit(target, e, c)
+    tiles = tiles_for(target, e.dtype, tma)
     num_tiles = cdiv(num_v, tiles.BLOCK_V)
     tile_max = torch.empty(num_tiles, n, dtype=torch.float32, device=e.device)
     tile_sum = torch.empty_like(tile_max)
     programs = min(multiprocessors(e.device), cdiv(n, tiles.BLOCK_N) * num_tiles)
     if programs:
-        tma = descriptors_fit(target, e, c)
         _panel_statistics_kernel[(programs,)](
             tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
             tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
