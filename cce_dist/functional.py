@@ -52,7 +52,7 @@ def linear_cross_entropy(
         TypeError: arguments of the wrong type or dtype.
         IndexError: a target outside the vocabulary, on CPUs. On GPUs that token's loss is NaN.
     """
-    group = shard.group if isinstance(shard, VocabShard) else None
+    given = shard if isinstance(shard, VocabShard) else None
     error: Exception | None = None
     try:
         hidden, weight, bias = _autocast(hidden, weight, bias)
@@ -68,8 +68,7 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
     }  # fmt: skip
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
-    bounds = (shard.start, shard.stop) if isinstance(shard, VocabShard) else (0, 0)
-    agree(group, same, bounds, shard.vocab_size if isinstance(shard, VocabShard) else 0, device, error)
+    agree(given, same, device, error)
     assert isinstance(shard, VocabShard)
 
     labels = targets.reshape(-1).to(torch.int64)

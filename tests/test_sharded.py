@@ -13,6 +13,7 @@ from pool import subgroup
 from tolerance import assert_gradients, assert_loss
 
 from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist.parallel import agreement
 
 LAYOUTS = ["even", "blocks", "chunked", "padded", "uneven", "empty first"]
 
@@ -222,3 +223,31 @@ def check_poison_stays_in_its_row(group, device):
 
 def test_nan_reaches_every_rank(ranks) -> None:
     ranks.run(check_poison_stays_in_its_row, ranks=3)
+
+
+def check_agreement_is_remembered(group, device):
+    # as on a GPU, where a group compares once. 701 rows over 4 ranks: both layouts give the first rank 0 to 176, and
+    # the others different rows
+    inputs = make_inputs(20, 24, 701, device=device)
+    patch = pytest.MonkeyPatch()
+    compared = []
+    gather = dist.all_gather_object
+    try:
+        patch.setattr(agreement, "_comparing_waits", lambda device: True)
+        patch.setattr(dist, "all_gather_object", lambda *a, **k: (compared.append(1), gather(*a, **k)))
+        for layout in ("even", "chunked"):
+            shard = shard_of(layout, 701, group)
+            weight, _ = rows_of(inputs, shard)
+            for _ in range(3):
+                loss = linear_cross_entropy(inputs.hidden, weight, inputs.targets, shard=shard)
+            assert_loss(loss.detach(), inputs)
+        assert len(compared) == 2
+        # another shape is compared again
+        linear_cross_entropy(inputs.hidden[:5], weight, inputs.targets[:5], shard=shard)
+        assert len(compared) == 3
+    finally:
+        patch.undo()
+
+
+def test_what_ranks_agreed_on_is_remembered_by_all_or_none(ranks) -> None:
+    ranks.run(check_agreement_is_remembered, ranks=4)

@@ -5,75 +5,74 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from .collectives import rank_and_size
-
-# signatures that a group has agreed on: comparing them again would cost the device's queue
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+from .shard import VocabShard
 
 _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (ValueError, TypeError, IndexError)}
 
 
-def agree(
-    group: dist.ProcessGroup | None,
-    same: Mapping[str, Any],
-    bounds: tuple[int, int],
-    vocab_size: int,
-    device: torch.device,
-    error: Exception | None,
-) -> None:
-    """Raises on every rank what is wrong on any, or where the ranks differ in an entry of ``same``, or where their
-    ``bounds`` do not tile the vocabulary.
+def agree(shard: VocabShard | None, same: Mapping[str, Any], device: torch.device, error: Exception | None) -> None:
+    """Raises on every rank of the shard's group what is wrong on any, or where the ranks differ in an entry of
+    ``same``, or where their rows do not tile the vocabulary. ``error`` is what this rank found wrong itself.
 
     Groups on CPUs compare at every call. Groups on GPUs, where comparing waits for the device, do so once for each
-    signature.
+    shard and ``same``.
     """
-    if group is None or group.size() == 1:
+    if shard is None or shard.group is None or shard.group.size() == 1:
         if error is not None:
             raise error
         return
-    signature = (*same.items(), bounds, vocab_size)
-    known = _agreed.setdefault(group, set())
-    if error is None and device.type == "cuda" and signature in known:
+    # what was compared is remembered with the shard, not with its group: shards of two layouts can be equal on one
+    # rank and differ on another, and all ranks must come to the same decision
+    signature = tuple(same.items())
+    if error is None and _comparing_waits(device) and signature in shard.agreed:
         return
-    told: list[Any] = [None] * group.size()
-    mine = (None if error is None else (type(error).__name__, str(error)), dict(same), bounds, vocab_size)
+    told: list[Any] = [None] * shard.group.size()
+    mine = (
+        None if error is None else (type(error).__name__, str(error)),
+        {**same, "vocab_size": shard.vocab_size},
+        (shard.start, shard.stop),
+    )
     # the object collective uses the current device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        dist.all_gather_object(told, mine, group=group)  # collective
-    _raise_if_wrong(told, rank_and_size(group)[0], error)
-    known.add(signature)
+        dist.all_gather_object(told, mine, group=shard.group)  # collective
+    _raise_if_wrong(told, rank_and_size(shard.group)[0], error)
+    shard.agreed.add(signature)
+
+
+def _comparing_waits(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _raise_if_wrong(told: list[Any], rank: int, error: Exception | None) -> None:
     if error is not None:
         raise error
-    for other, (failure, *_) in enumerate(told):
+    for other, (failure, _, _) in enumerate(told):
         if failure is not None:
             name, message = failure
             raise _ERRORS.get(name, RuntimeError)(f"rank {other} of the group (this is rank {rank}): {message}")
-    _, first, _, first_size = told[0]
-    for other, (_, theirs, _, size) in enumerate(told):
-        for name, value in [*theirs.items(), ("vocab_size", size)]:
-            expected = first_size if name == "vocab_size" else first[name]
-            if value != expected:
+    first = told[0][1]
+    for other, (_, theirs, _) in enumerate(told):
+        for name, value in theirs.items():
+            if value != first[name]:
                 raise ValueError(
-                    f"{name} must be the same on every rank of the group: rank 0 has {expected}, rank {other} {value}"
+                    f"{name} must be the same on every rank of the group: "
+                    f"rank 0 has {first[name]}, rank {other} {value}"
                 )
     end = 0
-    for start, stop in sorted(bounds for _, _, bounds, _ in told):
+    for start, stop in sorted(bounds for _, _, bounds in told):
         if start != end:
             break
         end = stop
     else:
-        if end >= first_size:
+        if end >= first["vocab_size"]:
             return
-    bounds = [f"{start}:{stop}" for _, _, (start, stop), _ in told]
+    bounds = ", ".join(f"{start}:{stop}" for _, _, (start, stop) in told)
+    size = first["vocab_size"]
     raise ValueError(
-        f"shard: the ranks' rows must tile the vocabulary of {first_size} without gap or overlap, got "
-        + ", ".join(bounds)
+        f"shard: the ranks' rows must tile the vocabulary of {size} without gap or overlap, got {bounds}"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ class VocabShard:
 
     Rows at or past ``vocab_size`` are padding: they take no part in the softmax and their gradient is 0. A shard may
     be empty. ``group`` None means one rank, also where a process group is initialised. The shards of a group's ranks
-    must tile the vocabulary; the first call of the loss compares them over the group.
+    must tile the vocabulary; the first call of the loss with a shard compares them over the group, so make a shard
+    once and keep it.
 
     Raises ``ValueError`` for bounds that are not ``0 <= start <= stop``, for a ``vocab_size`` below 1, and for a
     shard without a group that is not the whole vocabulary.
@@ -27,6 +29,8 @@ class VocabShard:
     stop: int
     vocab_size: int
     group: dist.ProcessGroup | None = None
+    # what the group's ranks have agreed on, see agreement.py
+    agreed: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
