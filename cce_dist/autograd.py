@@ -96,7 +96,7 @@ class TokenLosses(torch.autograd.Function):
         e = pack_rows(hidden, order, count)
         live = torch.arange(len(hidden), device=e.device) < count
         grad = torch.where(live, grad_losses.to(wide)[order], 0)
-        grad, scale = _normalise(torch.nn.functional.pad(grad, (0, len(e) - len(grad))))
+        grad, scale = _normalise(torch.nn.functional.pad(grad, (0, len(e) - len(grad))), e.dtype)
         entry = torch.where(grad == 0, 0, torch.expm1(-loss) * grad)
         residual = None if e.dtype == wide else entry - entry.to(e.dtype)
         state = RowState(ids, row_max, log_sum, grad, entry, residual)
@@ -136,7 +136,7 @@ def _walk_panels(
     if d_packed is not None:
         target_rows(c, state, d_packed, col0=shard.start)
     if d_weight is not None:
-        touched = target_classes(e, state, count, d_weight[: len(c)], col0=shard.start)
+        touched = target_classes(e, state, count, scale, d_weight[: len(c)], col0=shard.start)
     (n, d), itemsize = e.shape, e.element_size()
     step = panel_width(n, d, len(c), itemsize, tiles_for(target_of(e.device), e.dtype), multiprocessors(e.device))
     buffer = e.new_empty(n, min(step, round_up(len(c), TILE_V)))
@@ -176,13 +176,16 @@ class _Undifferentiable(torch.autograd.Function):
         raise RuntimeError("linear_cross_entropy has no second derivative: its gradients cannot be differentiated")
 
 
-def _normalise(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(grad / scale, scale), scale a power of two that puts the largest of ``grad`` between 2**13 and 2**14.
+def _normalise(grad: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(grad / scale, scale), for fp16 with scale a power of two that puts the largest of ``grad`` between 2**13 and
+    2**14, for other dtypes 1.
 
-    An fp16 panel then neither overflows nor loses small entries, whatever the loss scale; dividing by a power of two
-    changes no bit elsewhere. The products carry ``scale`` in their epilogues.
+    An fp16 panel then neither overflows nor loses small entries, whatever the loss scale. The products carry
+    ``scale`` in their epilogues.
     """
-    if not len(grad):
+    if dtype != torch.float16 or not len(grad):
         return grad, grad.new_ones(())
-    exponent = torch.frexp(grad.abs().amax()).exponent.clamp(-80, 80) - 14
+    # a NaN or inf is its own token's. the bounds are the powers, and their inverses, that fp32 has
+    largest = torch.where(grad.isfinite(), grad.abs(), 0).amax()
+    exponent = torch.frexp(largest).exponent.clamp(-100, 128) - 14
     return torch.ldexp(grad, -exponent), torch.ldexp(grad.new_ones(()), exponent)

@@ -39,7 +39,8 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the tokens that are not ignored (0 where there are none), ``"sum"``, or ``"none"``.
         denominator: a number or 0-d tensor that replaces the count of tokens in ``"mean"``: the global count, where
             a step's tokens are spread over micro-batches and data-parallel ranks.
-        shard: which rows of the vocabulary ``weight`` holds, and the group whose ranks hold the others.
+        shard: which rows of the vocabulary ``weight`` holds, and the group whose ranks hold the others. The ranks'
+            upstream gradients must be equal, as the losses are.
 
     Returns:
         fp32 (fp64 for fp64 inputs): ``[]``, or the shape of ``targets`` for ``"none"``. The same on every rank.
@@ -48,8 +49,9 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes that do not fit, an unknown reduction, a denominator without ``"mean"``, a shard that is
-            not the weight's, ranks that disagree. On every rank of the group, before any work starts.
-        TypeError: arguments of the wrong type or dtype.
+            not the weight's, ranks that disagree. On every rank of the group, before any work starts; where the group
+            works on GPUs, in the first call with a shard and these shapes only, since comparing waits for the device.
+        TypeError: arguments of the wrong type or dtype, likewise.
         IndexError: a target outside the vocabulary, on CPUs. On GPUs that token's loss is NaN.
     """
     given = shard if isinstance(shard, VocabShard) else None
@@ -81,8 +83,12 @@ def linear_cross_entropy(
     total = losses.sum(dtype=torch.float64)
     if reduction == "mean":
         count = (labels != ignore_index).sum()
+        if denominator is None:
+            divisor: float | torch.Tensor = count
+        else:
+            divisor = denominator if isinstance(denominator, torch.Tensor) else float(denominator)
         # without a token the loss is 0, whatever the denominator
-        total = total / torch.where(count == 0, 1, count if denominator is None else denominator)
+        total = total / torch.where(count == 0, torch.ones_like(total), divisor)
     return total.to(losses.dtype)
 
 
@@ -147,7 +153,7 @@ def _validate(
                 "loss inside torch.autocast"
             )
     if targets.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"targets must be int64 class ids, got {targets.dtype}")
+        raise TypeError(f"targets must be int64 or int32 class ids, got {targets.dtype}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must have the shape ({len(weight)},) of weight's rows, got {tuple(bias.shape)}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):

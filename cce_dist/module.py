@@ -144,7 +144,8 @@ class VocabParallelLMHead(_VocabParallel):
             if group is not None and group.size() > 1:
                 bounds = [None] * group.size()
                 dist.all_gather_object(bounds, (self.shard.start, self.shard.classes), group=group)
-            if bounds != sorted(bounds):
+            filled = [bound for bound in bounds if bound[1]]
+            if filled != sorted(filled):
                 raise ValueError(f"shard: gathered logits need shards in the order of the ranks, got {bounds}")
             self._sizes = [classes for _, classes in bounds]
         return self._sizes

@@ -92,7 +92,7 @@ MISTAKES = {
         ValueError,
         "bias must have the shape (10,) of weight's rows, got (9,)",
     ),
-    "float targets": ({"targets": _t(4)}, TypeError, "targets must be int64 class ids, got torch.float32"),
+    "float targets": ({"targets": _t(4)}, TypeError, "targets must be int64 or int32 class ids, got torch.float32"),
     "another device": (
         {"weight": torch.zeros(10, 8, device="meta")},
         ValueError,

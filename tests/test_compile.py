@@ -163,7 +163,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     ids, row = torch.zeros(n, dtype=torch.int64), torch.zeros(n)
     state = gradient.RowState(ids, row, row, row, row, row)
     target.target_rows(x, state, torch.zeros(n, d), col0=4096)
-    target.target_classes(x, state, count, torch.zeros(1024, d, dtype=dtype), col0=4096)
+    target.target_classes(x, state, count, torch.ones(()), torch.zeros(1024, d, dtype=dtype), col0=4096)
     tiles = statistics.TileStatistics(torch.zeros(501, n), torch.zeros(501, n))
     tiles.fold_sum(tiles.fold_max(), 45)
 

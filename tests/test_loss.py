@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -349,6 +350,87 @@ def check_loss_scale_of_many_tokens(device):
 
 def test_fp16_with_a_large_token_count(run) -> None:
     run(check_loss_scale_of_many_tokens)
+
+
+def check_extreme_upstream(device, dtype):
+    # past the dtype's range the gradient is infinite, below it 0, and never NaN: what rounding the true one gives
+    for factor in (1e38, 1e-42):
+        inputs = make_inputs(20, 16, 50, dtype, device=device)
+        (loss_of(inputs) * factor).backward()
+        expected = reference_gradients(inputs, torch.tensor(factor, dtype=torch.float64), torch.float64, {})
+        for gradient, truth in zip(grads(inputs)[:2], expected, strict=True):
+            rounded = truth.float().to(dtype)
+            assert torch.equal(gradient.isinf(), rounded.isinf())
+            assert not gradient.isnan().any()
+            # what is left of so small numbers: a few of the smallest that fp32 has
+            assert factor > 1 or (gradient.double() - truth).abs().max() < 100 * 2.0**-149
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_extreme_upstream_gradients(run, dtype) -> None:
+    run(check_extreme_upstream, dtype)
+
+
+def check_infinite_class(device):
+    # a class whose logits are all -inf: p = 0, and no NaN comes of the rows that pad a batch
+    inputs = make_inputs(37, 24, 130, device=device)
+    with torch.no_grad():
+        inputs.hidden.abs_()
+        inputs.weight[5] = -math.inf
+        inputs.targets[inputs.targets == 5] = 6
+    loss_of(inputs).backward()
+    assert zero_everywhere(inputs.weight.grad[5])
+
+
+def test_a_class_of_minus_infinity(run) -> None:
+    run(check_infinite_class)
+
+
+def check_one_class(device):
+    # the sum over a class's tokens is far past fp16 in the panel's units, and within it in the result's
+    inputs = make_inputs(256, 40, 90, torch.float16, device=device, spread=0.2)
+    with torch.no_grad():
+        inputs.targets.fill_(7)
+        inputs.hidden[:, 3] = 300.0
+        inputs.weight[:, 3] = 0.0
+    assert_right(inputs)
+
+
+def test_many_tokens_of_one_class(run) -> None:
+    run(check_one_class)
+
+
+def check_poisoned_upstream(device, dtype, value):
+    inputs = make_inputs(20, 16, 90, dtype, device=device)
+    upstream = torch.ones(20, device=device)
+    loss_of(inputs, reduction="none").backward(upstream)
+    clean, inputs.hidden.grad = inputs.hidden.grad, None
+    upstream[3] = value
+    loss_of(inputs, reduction="none").backward(upstream)
+    assert not inputs.hidden.grad[3].isfinite().any()
+    others = torch.arange(20, device=device) != 3
+    assert torch.equal(inputs.hidden.grad[others], clean[others])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_poisoned_upstream_gradient_is_its_own_token_s(run, dtype, value) -> None:
+    run(check_poisoned_upstream, dtype, value)
+
+
+def test_the_default_dtype_does_not_show() -> None:
+    inputs = make_inputs(300, 16, 90, bias=True)
+    torch.set_default_dtype(torch.float16)
+    try:
+        # neither is a number of fp16
+        for denominator in (300.7, 1e39, Fraction(1, 3), torch.tensor(1e30, dtype=torch.float64)):
+            loss = loss_of(inputs, denominator=denominator)
+            expected = loss_of(inputs, reduction="sum").double() / float(denominator)
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-45)
+        loss_of(inputs, denominator=300.7).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_gradients(grads(inputs), inputs, denominator=300.7)
 
 
 def check_poisoned_logits(device, value):

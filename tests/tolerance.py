@@ -145,8 +145,8 @@ def reference_gradients(
 def _gradients_of_rounded_operands(
     inputs: Inputs, upstream: torch.Tensor | None, options: dict[str, Any]
 ) -> list[torch.Tensor | None] | None:
-    """Gradients in fp32 but for ``dx``, which is rounded once to the inputs' 16 bits, except the targets' entries, in
-    units of the power of two at the largest weight of a token; None for other dtypes."""
+    """Gradients in fp32 but for ``dx``, which is rounded once to the inputs' 16 bits, except the targets' entries,
+    for fp16 in units of the power of two at the largest weight of a token; None for other dtypes."""
     dtype = inputs.hidden.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -161,7 +161,9 @@ def _gradients_of_rounded_operands(
     token = token.to(x.device)
     valid = inputs.targets.flatten() != options.get("ignore_index", -100)
     token = torch.where(valid, token, 0)
-    scale = 2.0 ** (torch.frexp(token.abs().max()).exponent.clamp(-80, 80) - 14)
+    scale = 1.0
+    if dtype == torch.float16:
+        scale = 2.0 ** (torch.frexp(token.abs().max()).exponent.clamp(-100, 128) - 14)
     exact = x.softmax(-1)
     exact[valid, inputs.targets.flatten()[valid].long()] -= 1
     exact *= token[:, None]

@@ -52,9 +52,8 @@ def _panel_gradient_kernel(
         t = tl.load(target_ptr + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
         p = tl.exp2((x - row_max[:, None]) * LOG2E - (log_sum * LOG2E)[:, None])
         dx = tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], entry[:, None], p * grad[:, None])
-        if HAS_BIAS:
-            # a row past the count sees the bias alone, whose exponential may be inf
-            dx = tl.where(mask_n[:, None], dx, 0.0)
+        # a row past the count sees 0 times the classifier, and the bias: not a number where either is infinite
+        dx = tl.where(mask_n[:, None], dx, 0.0)
         if BIAS_GRAD:
             offs_v = v + tl.arange(0, BLOCK_V)
             offs = pid_n.to(tl.int64) * stride_panel + offs_v
@@ -107,7 +106,9 @@ def panel_gradient(
     (n, width), (num_v, d) = panel.shape, c.shape
     num_n = cdiv(n, tiles.BLOCK_N)
     programs = min(multiprocessors(e.device), num_n * cdiv(width, tiles.BLOCK_V))
-    part = torch.empty(num_n, panel.stride(0), device=e.device) if bias_grad is not None else None
+    part = (
+        torch.empty(num_n, panel.stride(0), dtype=torch.float32, device=e.device) if bias_grad is not None else None
+    )
     _panel_gradient_kernel[(programs,)](
         tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
         tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),

@@ -95,8 +95,10 @@ def _store_classes(
     if HAS_TOUCHED:
         # the other classes' rows hold anything
         touched = tl.load(touched_ptr + offs_v, mask=offs_v < width, other=0) != 0
-        value += tl.load(pointers, mask=mask & touched[:, None], other=0.0).to(tl.float32)
-    tl.store(pointers, (value * scale).to(out_ptr.dtype.element_ty), mask=mask)
+        value = value * scale + tl.load(pointers, mask=mask & touched[:, None], other=0.0).to(tl.float32)
+    else:
+        value *= scale
+    tl.store(pointers, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def hidden_gradient(panel: torch.Tensor, c: torch.Tensor, count: torch.Tensor, out: torch.Tensor, *, v0: int) -> None:
@@ -135,7 +137,7 @@ def weight_gradient(
     *,
     beside_collective: bool = False,
 ) -> None:
-    """``out = (panel.T @ e + start) scale`` over the first ``count`` rows, rounded once: [N, width], [N, D] ->
+    """``out = scale panel.T @ e + start`` over the first ``count`` rows, rounded once: [N, width], [N, D] ->
     [width, D].
 
     ``start`` is what ``out`` holds in the rows that ``touched`` [width] marks, and 0 in the others.
@@ -144,10 +146,10 @@ def weight_gradient(
     (n, width), d = panel.shape, e.shape[1]
     if not triton_serves(panel):
         n, wide = int(count), torch.promote_types(e.dtype, torch.float32)
-        product = panel[:n].to(wide).T @ e[:n].to(wide)
+        product = (panel[:n].to(wide).T @ e[:n].to(wide)).mul_(scale)
         if touched is not None:
             product += torch.where(touched[:, None] != 0, out, 0)
-        out.copy_(product.mul_(scale))
+        out.copy_(product)
         return
     target = target_of(panel.device)
     tma = descriptors_fit(target, panel, e)

@@ -23,7 +23,7 @@ def pack_order(targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, 
     tile of classes are then neighbours. Nothing is read back to the host.
     """
     valid = targets != ignore_index
-    ids, order = torch.sort(torch.where(valid, targets, NO_TARGET), stable=True)
+    ids, order = torch.sort(torch.where(valid, targets.clamp(max=NO_TARGET - 1), NO_TARGET), stable=True)
     padding = round_up(len(ids), ROW_GROUP) - len(ids)
     return torch.nn.functional.pad(ids, (0, padding), value=NO_TARGET), order, valid.sum()
 

@@ -79,7 +79,11 @@ def descriptors_fit(target: str, *matrices: torch.Tensor) -> bool:
     # fp32 products run on the plain arithmetic units, whose operands come through registers: there it only spills
     engine = target == "cpu" or (has_tma(target) and all(t.element_size() == 2 for t in matrices))
     return engine and all(
-        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and t.numel() > 0
+        t.stride(1) == 1
+        and t.stride(0) > 0
+        and t.stride(0) * t.element_size() % 16 == 0
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
         for t in matrices
     )
 

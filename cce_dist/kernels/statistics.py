@@ -190,15 +190,17 @@ def _panel_statistics_torch(e, c, bias, targets, count, logit, *, rows, col0):
     # whole groups of rows: a product of fewer takes another path, with other bits (see ROW_GROUP)
     left = e[start:stop][: round_up(n, ROW_GROUP)].to(wide)
     ids = targets[start : start + n] - col0
-    x = left.new_empty(len(left), TILE_V)
+    whole = left.new_empty(len(left), TILE_V)
     for tile in range(num_tiles if n else 0):
         v = tile * TILE_V
         right = c[v : v + TILE_V].to(wide)
-        x = x[:, : len(right)] if len(right) < TILE_V else x
-        torch.mm(left, right.T, out=x)
+        if len(right) < TILE_V:
+            # products of other widths can take other paths as well
+            right = torch.nn.functional.pad(right, (0, 0, 0, TILE_V - len(right)))
+        x = torch.mm(left, right.T, out=whole)[:, : len(c) - v]
         if bias is not None:
             x += bias[v : v + TILE_V].to(wide)
-        hit = ((ids >= v) & (ids < v + len(right))).nonzero()[:, 0]
+        hit = ((ids >= v) & (ids < v + x.shape[1])).nonzero()[:, 0]
         logit[start + hit] = x[hit, ids[hit] - v]
         m = x.amax(1)
         x.sub_(torch.where(m == -math.inf, 0, m)[:, None]).exp_()

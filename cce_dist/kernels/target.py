@@ -25,7 +25,7 @@ def _target_rows_kernel(c_ptr, target_ptr, residual_ptr, out_ptr, V, D, col0, st
 
 @triton.jit
 def _target_classes_kernel(
-    e_ptr, target_ptr, residual_ptr, count_ptr, out_ptr, touched_ptr, V, D, col0, stride_out,
+    e_ptr, target_ptr, residual_ptr, count_ptr, scale_ptr, out_ptr, touched_ptr, V, D, col0, stride_out,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)
@@ -48,6 +48,8 @@ def _target_classes_kernel(
             total += tl.sum(e.to(tl.float32) * residual[:, None], 0)
             n = tl.where(tl.sum(same.to(tl.int32), 0) == BLOCK_N, n + BLOCK_N, count)
         row = t - col0
+        # in the result's units, which its dtype is sure to hold
+        total *= tl.load(scale_ptr)
         tl.store(out_ptr + row * stride_out + offs_d, total.to(out_ptr.dtype.element_ty), mask=offs_d < D)
         tl.store(touched_ptr + row, 1)
 
@@ -71,10 +73,11 @@ def target_rows(c: torch.Tensor, state: RowState, out: torch.Tensor, *, col0: in
 
 
 def target_classes(
-    e: torch.Tensor, state: RowState, count: torch.Tensor, out: torch.Tensor, *, col0: int
+    e: torch.Tensor, state: RowState, count: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, *, col0: int
 ) -> torch.Tensor | None:
     """Starts the gradient of the classifier: ``out[v]`` is the sum of ``residual[n] e[n]`` over the tokens whose
-    target is ``v``, in the order of the tokens, for the classes that have one: [N, D], [N] -> [V, D].
+    target is ``v``, in the order of the tokens, times ``scale``, for the classes that have one: [N, D], [N] ->
+    [V, D].
 
     Returns which classes have one, uint8 [V]; the other rows of ``out`` are not written. None where nothing is lost.
     The residuals are small: ``out``'s dtype, of 16 bits, holds enough of them.
@@ -88,7 +91,7 @@ def target_classes(
         n, d = e.shape
         block = min(1024, triton.next_power_of_2(d))
         _target_classes_kernel[(n, triton.cdiv(d, block))](
-            e, state.targets, state.residual, count, out, touched, len(out), d, col0, out.stride(0),
+            e, state.targets, state.residual, count, scale, out, touched, len(out), d, col0, out.stride(0),
             BLOCK_N=4, BLOCK_D=block, num_warps=2,
         )  # fmt: skip
         return touched
@@ -97,6 +100,6 @@ def target_classes(
     classes, position = ids[hit].unique_consecutive(return_inverse=True)
     sums = state.residual.new_zeros(len(classes), e.shape[1])
     sums.index_add_(0, position, e[hit].to(sums.dtype) * state.residual[hit, None])
-    out[classes] = sums.to(out.dtype)
+    out[classes] = sums.mul_(scale).to(out.dtype)
     touched[classes] = 1
     return touched

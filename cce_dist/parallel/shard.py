@@ -37,11 +37,18 @@ class VocabShard:
             raise ValueError(f"VocabShard: vocab_size must be at least 1, got {self.vocab_size}")
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"VocabShard: bounds must be 0 <= start <= stop, got {self.start} and {self.stop}")
+        if isinstance(self.group, int):
+            # what torch.distributed hands to processes outside a new group
+            raise ValueError("VocabShard: this process is not a member of the process group that was passed")
         if self.group is None and (self.start > 0 or self.stop < self.vocab_size):
             raise ValueError(
                 f"VocabShard: rows {self.start} to {self.stop} are not the whole vocabulary of {self.vocab_size}; "
                 "pass the process group whose ranks hold the other rows"
             )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
+        # a value; a process group has no copy
+        return self
 
     @property
     def rows(self) -> int:
