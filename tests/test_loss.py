@@ -12,6 +12,7 @@ from tolerance import assert_gradient, assert_gradients, assert_loss, reference_
 
 from cce_dist import linear_cross_entropy, planner
 from cce_dist.kernels import runtime
+from cce_dist.kernels.rows import NO_TARGET, pack_order
 
 HALF = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float32, *HALF]
@@ -384,6 +385,17 @@ def check_infinite_class(device):
 
 def test_a_class_of_minus_infinity(run) -> None:
     run(check_infinite_class)
+
+
+def test_no_target_displaces_another() -> None:
+    # as on a GPU, where targets are not looked at beforehand
+    for target in (-5, 90, 2**62, 2**63 - 1):
+        targets = torch.tensor([3, IGNORED, target, 4])
+        ids, order, count = pack_order(targets, IGNORED)
+        assert count == 3
+        assert order[3] == 1
+        assert (ids[3:] == NO_TARGET).all()
+        assert sorted(order[:3].tolist()) == [0, 2, 3]
 
 
 def check_one_class(device):

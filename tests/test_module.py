@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -181,3 +182,15 @@ def test_checkpoints_load_on_another_group_size(ranks, shared_path, saved, loade
 def test_a_plain_checkpoint_loads_sharded(ranks, shared_path) -> None:
     ranks.run(check_save_plain, str(shared_path), ranks=1)
     ranks.run(check_load, "even", str(shared_path), ranks=3)
+
+
+def check_copies(group, device):
+    head = VocabParallelLMHead(16, 301, group=group, device=device)
+    again = copy.deepcopy(head)
+    assert again.shard.group is group
+    assert again.weight is not head.weight
+    assert torch.equal(again.weight, head.weight)
+
+
+def test_sharded_modules_can_be_copied(ranks) -> None:
+    ranks.run(check_copies, ranks=2)
