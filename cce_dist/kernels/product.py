@@ -95,7 +95,8 @@ def _store_classes(
     if HAS_TOUCHED:
         # the other classes' rows hold anything
         touched = tl.load(touched_ptr + offs_v, mask=offs_v < width, other=0) != 0
-        value = value * scale + tl.load(pointers, mask=mask & touched[:, None], other=0.0).to(tl.float32)
+        start = tl.load(pointers, mask=mask & touched[:, None], other=0.0).to(tl.float32)
+        value = tl.fma(value, tl.zeros_like(value) + scale, start)
     else:
         value *= scale
     tl.store(pointers, value.to(out_ptr.dtype.element_ty), mask=mask)
