@@ -216,6 +216,8 @@ def main() -> None:
     measure(cases, floor, machine, args.repeat)
     report(args, machine, world, floor, cases, losses, abs(check - truth) / max(abs(truth), 1e-9))
     if world > 1:
+        # gloo's ranks must not leave while another still works
+        dist.barrier()
         dist.destroy_process_group()
 
 
