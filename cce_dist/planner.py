@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from .kernels.config import TILE_V, Tiles
 from .kernels.runtime import cdiv
 
@@ -18,6 +20,8 @@ def token_chunk(num_columns: int, tile_v: int) -> int:
     return max(1024, STATISTICS_BYTES // (8 * max(1, cdiv(num_columns, tile_v))) // 1024 * 1024)
 
 
+# the search takes the host a while, and every backward of a training run asks the same
+@functools.lru_cache(maxsize=256)
 def panel_width(n: int, d: int, num_columns: int, itemsize: int, tiles: Tiles, multiprocessors: int) -> int:
     """Columns of a gradient panel of ``n`` rows, a multiple of ``TILE_V``.
 
