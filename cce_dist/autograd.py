@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,16 +10,19 @@ import torch
 import torch.distributed as dist
 
 from .kernels.config import TILE_V, tiles_for
-from .kernels.gradient import RowState, panel_gradient
+from .kernels.gradient import RowState, column_sums, panel_gradient
 from .kernels.product import hidden_gradient, weight_gradient
 from .kernels.rows import pack_order, pack_rows, unpack_rows
-from .kernels.runtime import multiprocessors, round_up, target_of
-from .kernels.statistics import panel_statistics, sum_bits
-from .kernels.target import target_classes, target_rows
+from .kernels.runtime import round_up, target_of
+from .kernels.statistics import TileStatistics, panel_statistics, sum_bits
+from .kernels.target import ClassSums, class_sums, drop_targets, target_logits, target_rows
 from .parallel.collectives import all_reduce
 from .parallel.merge import merge_statistics
 from .parallel.shard import VocabShard
-from .planner import panel_width, token_chunk
+from .planner import Plan, token_chunk
+
+# exp(64), summed over a vocabulary and multiplied by a classifier, is far from the end of fp32
+SAFE = 64.0
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,57 @@ class LossOptions:
 
     shard: VocabShard
     ignore_index: int
+    plan: Plan
+
+
+@dataclass
+class _Operands:
+    """One rank's matrices, the rows packed (see kernels/rows.py), and the tokens' places and targets."""
+
+    e: torch.Tensor
+    c: torch.Tensor
+    bias: torch.Tensor | None
+    ids: torch.Tensor
+    order: torch.Tensor
+    count: torch.Tensor
+    shard: VocabShard
+
+    @classmethod
+    def pack(
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        shard: VocabShard,
+    ) -> _Operands:
+        ids, order, count = places
+        e, c = pack_rows(hidden, order, count), weight[: shard.classes]
+        return cls(e, c, None if bias is None else bias[: shard.classes], ids, order, count, shard)
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.promote_types(self.e.dtype, torch.float32)
+
+    def chunks(self, step: int) -> Iterator[slice]:
+        return (slice(start, min(start + step, len(self.e))) for start in range(0, len(self.e), step))
+
+    def statistics_chunk(self) -> int:
+        # from the whole vocabulary's size, so that every rank walks the same chunks
+        return token_chunk(self.shard.vocab_size, tiles_for(target_of(self.e.device), self.e.dtype).BLOCK_V)
+
+    def live(self, rows: slice) -> torch.Tensor:
+        return torch.arange(rows.start, rows.stop, device=self.e.device) < self.count
+
+    def in_order(self, losses: torch.Tensor) -> torch.Tensor:
+        """Packed rows' losses -> the tokens', 0 for ignored ones."""
+        n = len(self.order)
+        losses = torch.where(self.live(slice(0, n)), losses[:n], 0)
+        return torch.empty_like(losses).scatter_(0, self.order, losses)
 
 
 class TokenLosses(torch.autograd.Function):
-    """The loss of each token, by the method ``recompute``.
+    """The loss of each token, by the methods ``recompute`` and ``cached``.
 
     | tensor | shape | dtype |
     |---|---|---|
@@ -43,8 +94,10 @@ class TokenLosses(torch.autograd.Function):
     Forward: ``loss = lse - z`` with ``x = E C^T + b``, ``lse`` the log of the sum of ``exp(x)`` over the whole
     vocabulary and ``z`` the target's logit; 0 for an ignored token. Backward, with ``g`` the upstream gradient:
     ``dx = (exp(x - lse) - onehot) g``, ``dE = dx C`` summed over ranks, ``dC = dx^T E``, ``db`` the sum of ``dx``
-    over tokens, a panel of columns at a time. Collectives: two small ones a chunk of tokens in
-    ``merge_statistics``, one of dE in backward.
+    over tokens, a panel of columns at a time. ``cached`` keeps ``P = exp(x - r)`` of the first columns, for a
+    reference ``r`` of each row: there ``softmax = P exp(r - lse)``, and the targets' terms are taken apart.
+    Collectives: two small ones a chunk of tokens in ``merge_statistics``, for ``cached`` one of the references, one
+    of dE in backward.
     """
 
     @staticmethod
@@ -56,111 +109,346 @@ class TokenLosses(torch.autograd.Function):
         targets: torch.Tensor,
         options: LossOptions,
     ) -> torch.Tensor:
-        shard, n = options.shard, len(hidden)
-        ids, order, count = pack_order(targets, options.ignore_index)
-        e, c = pack_rows(hidden, order, count), weight[: shard.classes]
-        b = None if bias is None else bias[: shard.classes]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logit = torch.zeros(len(e), dtype=wide, device=e.device)
-        owned = (ids >= shard.start) & (ids < shard.start + shard.classes)
-        bits = sum_bits(shard.vocab_size)
-        # from the whole vocabulary's size, so that every rank walks the same chunks
-        step = token_chunk(shard.vocab_size, tiles_for(target_of(e.device), e.dtype).BLOCK_V)
+        these = _Operands.pack(hidden, weight, bias, pack_order(targets, options.ignore_index), options.shard)
+        panel = reference = None
+        if options.plan.method == "cached":
+            kept = min(options.plan.kept, len(these.c))
+            panel, reference = _panel_memory(these.e, len(these.e), kept), _references(these)
+        logit = torch.zeros(len(these.e), dtype=these.wide, device=these.e.device)
         parts = []
-        for start in range(0, len(e), step):
-            rows = slice(start, min(start + step, len(e)))
-            statistics = panel_statistics(e, c, b, ids, count, logit, rows=(rows.start, rows.stop), col0=shard.start)
-            parts.append(merge_statistics(statistics, logit[rows], owned[rows], bits, shard.group))  # collectives
+        for rows in these.chunks(these.statistics_chunk()):
+            statistics = _statistics(these, rows, logit, None if panel is None else panel[rows], reference)
+            parts.append(_merge(these, rows, statistics, logit))
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
-        live = torch.arange(n, device=e.device) < count
-        ctx.save_for_backward(hidden, weight, bias, order, count, ids, row_max, log_sum, loss)
+        ctx.save_for_backward(
+            hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, panel, reference
+        )
         ctx.options = options
-        return torch.empty_like(loss[:n]).scatter_(0, order, torch.where(live, loss[:n], 0))
+        return these.in_order(loss)
 
     @staticmethod
     def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
-            gradients = TokenLosses._gradients(ctx, grad_losses)
-        if torch.is_grad_enabled():
-            # create_graph: without a node the gradients would pass for constants, also in a penalty on their norm
-            gradients = tuple(g if g is None else _Undifferentiable.apply(g.requires_grad_()) for g in gradients)
-        return gradients
+            gradients = _gradients(ctx, grad_losses)
+        return _undifferentiable(*gradients, None, None)
+
+
+class TotalLoss(torch.autograd.Function):
+    """The sum of the tokens' losses, by the method ``fused``: both gradients are made in forward, for an upstream
+    gradient of 1, a chunk of tokens at a time in three products.
+
+    | tensor | shape | dtype |
+    |---|---|---|
+    | hidden, weight, bias, targets | as for TokenLosses | fp32, bf16, fp64 |
+    | total | [] | fp64 |
+
+    Forward: ``P = exp(x - r)`` of a chunk, ``r`` a reference of each row, its targets' entries zero. With
+    ``s = exp(r - lse)``: ``dE = s (P C) + (p_t - 1) C_t``, and ``dC`` the sum over chunks of ``P^T (s E)`` and over
+    the tokens of a class of ``(p_t - 1) E``. Backward multiplies by the upstream gradient ``g``: in the last chunk's
+    product for dC and in the last rounding of dE. A second backward computes as ``recompute``. Collectives: one of
+    the references, two small ones a chunk in ``merge_statistics``, one a chunk of its dE.
+    """
 
     @staticmethod
-    def _gradients(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, order, count, ids, row_max, log_sum, loss = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        shard: VocabShard = ctx.options.shard
-        c, wide = weight[: shard.classes], row_max.dtype
-        b = None if bias is None else bias[: shard.classes]
-        e = pack_rows(hidden, order, count)
-        live = torch.arange(len(hidden), device=e.device) < count
-        grad = torch.where(live, grad_losses.to(wide)[order], 0)
-        grad, scale = _normalise(torch.nn.functional.pad(grad, (0, len(e) - len(grad))), e.dtype)
-        entry = torch.where(grad == 0, 0, torch.expm1(-loss) * grad)
-        residual = None if e.dtype == wide else entry - entry.to(e.dtype)
-        state = RowState(ids, row_max, log_sum, grad, entry, residual)
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        options: LossOptions,
+    ) -> torch.Tensor:
+        these = _Operands.pack(hidden, weight, bias, pack_order(targets, options.ignore_index), options.shard)
+        pending = _Pending(these, options.plan, weight, ctx.needs_input_grad[:3])
+        reference = _references(these)
+        logit = torch.zeros(len(these.e), dtype=these.wide, device=these.e.device)
+        parts = []
+        for rows in these.chunks(options.plan.chunk):
+            panel = pending.panel(rows)
+            statistics = _statistics(these, rows, logit, panel, reference)
+            # before the row's normaliser is known
+            pending.add_hidden(rows, panel)
+            parts.append(_merge(these, rows, statistics, logit))
+            pending.normalise(rows, panel, reference, *parts[-1])
+        row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
+        ctx.save_for_backward(
+            hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, None, None
+        )
+        ctx.options, ctx.pending = options, pending
+        return these.in_order(loss).sum(dtype=torch.float64)
 
-        d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-        d_bias = torch.empty_like(bias) if needs_bias else None
-        for gradient in (d_weight, d_bias):
-            if gradient is not None:
-                # padding, and everything where there is no token
-                gradient[shard.classes if len(e) else 0 :] = 0
-        d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
-        reduction = _walk_panels(e, c, b, state, count, scale, shard, d_packed, d_weight, d_bias)
-        d_hidden = None
-        if d_packed is not None:
-            # before the result takes its place
-            del e
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            # raises where an input has been written to since
+            hidden = ctx.saved_tensors[0]
+            pending, ctx.pending = ctx.pending, None
+            gradients = pending.finish(grad) if pending else _gradients(ctx, grad.expand(len(hidden)))
+        return _undifferentiable(*gradients, None, None)
+
+
+class _Pending:
+    """Gradients on their way from forward to backward, for an upstream gradient of 1."""
+
+    def __init__(self, these: _Operands, plan: Plan, weight: torch.Tensor, needs: tuple[bool, bool, bool]) -> None:
+        e, wide = these.e, these.wide
+        self.these = these
+        self.needs_hidden, self.needs_weight, self.needs_bias = needs
+        self.dtype, self.step = weight.dtype, plan.chunk
+        self.one = torch.ones((), dtype=wide, device=e.device)
+        self.d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if self.needs_hidden else None
+        self.d_weight = self.low = self.d_bias = None
+        if self.needs_weight:
+            self.d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            # padding, and everything where there is no token
+            self.d_weight[len(these.c) if len(e) else 0 :] = 0
+            if len(e) > plan.chunk and self.d_weight.dtype != wide:
+                self.low = torch.empty(these.c.shape, dtype=torch.int16, device=e.device)
+        if self.needs_bias:
+            self.d_bias = torch.zeros(len(weight), dtype=wide, device=e.device)
+        self.buffer: torch.Tensor | None = _panel_memory(e, min(plan.chunk, len(e)), len(these.c))
+        self.reductions: list[dist.Work | None] = []
+        # what the last chunk's product for the classifier needs
+        self.last: tuple[slice, torch.Tensor, ClassSums | None] | None = None
+
+    def panel(self, rows: slice) -> torch.Tensor:
+        assert self.buffer is not None
+        return self.buffer[: rows.stop - rows.start]
+
+    def add_hidden(self, rows: slice, panel: torch.Tensor) -> None:
+        if self.d_packed is not None:
+            these = self.these
+            hidden_gradient(panel, these.c, these.count, self.d_packed[rows], v0=0, row0=rows.start, add=False)
+
+    def normalise(
+        self,
+        rows: slice,
+        panel: torch.Tensor,
+        reference: torch.Tensor,
+        row_max: torch.Tensor,
+        log_sum: torch.Tensor,
+        loss: torch.Tensor,
+    ) -> None:
+        these = self.these
+        e, ids, count, col0 = these.e[rows], these.ids[rows], these.count, these.shard.start
+        live = these.live(rows)
+        factor = torch.where(live, torch.exp(reference[rows] - row_max - log_sum), 0)
+        entry = torch.where(live, torch.expm1(-loss), 0)
+        if self.d_packed is not None:
+            target_rows(these.c, ids, entry, self.d_packed[rows], col0=col0, scale=factor)
+            # under the products that follow
+            self.reductions.append(all_reduce(self.d_packed[rows], these.shard.group, async_op=True))  # collective
+        if self.d_bias is not None:
+            _add_bias_gradient(self.d_bias[: len(these.c)], panel, factor, ids, entry, count, col0, rows.start)
+        if self.d_weight is not None:
+            sums = class_sums(e, ids, entry, count, len(these.c), col0=col0, row0=rows.start)
+            torch.mul(e, factor[:, None], out=e)
+            if rows.stop == len(these.e):
+                self.last = rows, panel, sums
+            else:
+                self.add_weight(rows, panel, sums, self.one, last=False)
+                return
+        if rows.stop == len(these.e) and self.d_weight is None:
+            self.buffer = None
+
+    def add_weight(
+        self, rows: slice, panel: torch.Tensor, sums: ClassSums | None, scale: torch.Tensor, *, last: bool
+    ) -> None:
+        these = self.these
+        assert self.d_weight is not None
+        weight_gradient(
+            panel, these.e[rows], these.count, scale, self.d_weight[: len(these.c)], row0=rows.start, sums=sums,
+            low=self.low, add=rows.start > 0, last=last, beside_collective=these.shard.group is not None,
+        )  # fmt: skip
+
+    def finish(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of hidden, weight and bias for the upstream gradient ``grad`` []."""
+        these = self.these
+        scale = grad.to(these.wide)
+        if self.last is not None:
+            self.add_weight(*self.last, scale, last=True)
+        # before the results take their place
+        self.last = self.buffer = self.low = None
+        these.e = these.e[:0]
+        for reduction in self.reductions:
             if reduction is not None:
                 reduction.wait()
-            d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
-        return d_hidden, d_weight, d_bias, None, None
+        d_hidden = d_bias = None
+        if self.d_packed is not None:
+            d_hidden = unpack_rows(self.d_packed, these.order, these.count, scale, self.dtype)
+        if self.d_bias is not None:
+            d_bias = (self.d_bias * scale).to(self.dtype)
+        return d_hidden, self.d_weight, d_bias
+
+
+def _panel_memory(e: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns] whose rows start at addresses that the copy engine takes."""
+    return e.new_empty(rows, round_up(columns, 64))[:, :columns]
+
+
+def _references(these: _Operands) -> torch.Tensor:
+    """A reference for the exponentials of each row: near its target's logit."""
+    reference = target_logits(these.e, these.c, these.bias, these.ids, col0=these.shard.start)
+    all_reduce(reference, these.shard.group)  # collective
+    return reference
+
+
+def _statistics(
+    these: _Operands,
+    rows: slice,
+    logit: torch.Tensor,
+    panel: torch.Tensor | None,
+    reference: torch.Tensor | None,
+) -> TileStatistics:
+    """A chunk's statistics, and its exponentials where ``panel`` is given: finite, the targets' entries zero."""
+
+    def run(count: torch.Tensor, out: TileStatistics | None) -> TileStatistics:
+        return panel_statistics(
+            these.e, these.c, these.bias, these.ids, count, logit, rows=(rows.start, rows.stop),
+            col0=these.shard.start, panel=panel, reference=reference, out=out,
+        )  # fmt: skip
+
+    statistics = run(these.count, None)
+    if panel is not None and reference is not None:
+        # a row far above its reference takes its largest logit instead. where there is none the second run, which
+        # the host launches blindly, has no rows
+        top = statistics.fold_max()
+        lost = these.live(rows) & (top - reference[rows] > SAFE)
+        reference[rows] = torch.where(lost, top, reference[rows])
+        run(torch.where(lost.any(), these.count, 0), statistics)
+        drop_targets(panel, these.ids, these.count, row0=rows.start, col0=these.shard.start)
+    return statistics
+
+
+def _merge(
+    these: _Operands, rows: slice, statistics: TileStatistics, logit: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(row_max, log_sum, loss) of a chunk over all ranks."""
+    shard, ids = these.shard, these.ids[rows]
+    owned = (ids >= shard.start) & (ids < shard.start + shard.classes)
+    return merge_statistics(statistics, logit[rows], owned, sum_bits(shard.vocab_size), shard.group)  # collectives
+
+
+def _add_bias_gradient(
+    out: torch.Tensor,
+    panel: torch.Tensor,
+    factor: torch.Tensor,
+    ids: torch.Tensor,
+    entry: torch.Tensor,
+    count: torch.Tensor,
+    col0: int,
+    row0: int = 0,
+) -> None:
+    """Adds the sums over tokens of ``factor panel`` and of the targets' ``entry``, unscaled, in fp32."""
+    column_sums(panel, factor, count, out, row0=row0)
+    ones = torch.ones(len(ids), 1, dtype=panel.dtype, device=panel.device)
+    sums = class_sums(ones, ids, entry, count, panel.shape[1], col0=col0, row0=row0)
+    if sums is not None and sums.rows is not None and len(ids):
+        out += torch.where(sums.first >= 0, sums.rows[sums.first.clamp(min=0).long(), 0], 0)
+
+
+def _gradients(
+    ctx: Any, grad_losses: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The second pass: the gradients of hidden, weight and bias from what forward saved."""
+    hidden, weight, bias, ids, order, count, row_max, log_sum, loss, kept, reference = ctx.saved_tensors
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    these = _Operands.pack(hidden, weight, bias, (ids, order, count), ctx.options.shard)
+    e, wide = these.e, these.wide
+    grad = torch.where(these.live(slice(0, len(hidden))), grad_losses.to(wide)[order], 0)
+    grad, scale = _normalise(torch.nn.functional.pad(grad, (0, len(e) - len(grad))), e.dtype)
+    entry = torch.where(grad == 0, 0, torch.expm1(-loss) * grad)
+    residual = entry - entry.to(e.dtype)
+    if kept is not None:
+        # the kept columns have none of it
+        local = ids - these.shard.start
+        apart = (local >= 0) & (local < kept.shape[1])
+        entry, residual = torch.where(apart, 0, entry), torch.where(apart, entry, residual)
+    state = RowState(ids, row_max, log_sum, grad, entry, None if e.dtype == wide and kept is None else residual)
+
+    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    d_bias = torch.empty_like(bias) if needs_bias else None
+    for gradient in (d_weight, d_bias):
+        if gradient is not None:
+            # padding, and everything where there is no token
+            gradient[len(these.c) if len(e) else 0 :] = 0
+    d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
+    factor = None
+    if kept is not None:
+        factor = torch.where(grad == 0, 0, grad * torch.exp(reference - row_max - log_sum))
+    reduction = _walk_panels(these, state, scale, ctx.options.plan.panel, d_packed, d_weight, d_bias, kept, factor)
+    d_hidden = None
+    if d_packed is not None:
+        # before the result takes its place
+        these.e = e = e[:0]
+        if reduction is not None:
+            reduction.wait()
+        d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
+    return d_hidden, d_weight, d_bias
 
 
 def _walk_panels(
-    e: torch.Tensor,
-    c: torch.Tensor,
-    bias: torch.Tensor | None,
+    these: _Operands,
     state: RowState,
-    count: torch.Tensor,
     scale: torch.Tensor,
-    shard: VocabShard,
+    step: int,
     d_packed: torch.Tensor | None,
     d_weight: torch.Tensor | None,
     d_bias: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    factor: torch.Tensor | None,
 ) -> dist.Work | None:
     """Fills the gradients a panel of columns at a time. Returns the reduction of ``d_packed`` that is under way."""
-    touched = None
+    e, c, count, col0 = these.e, these.c, these.count, these.shard.start
+    num_v, start = len(c), 0 if kept is None else kept.shape[1]
+    sums = reduction = None
     if d_packed is not None:
-        target_rows(c, state, d_packed, col0=shard.start)
+        if kept is not None:
+            hidden_gradient(kept, c, count, d_packed, v0=0, add=False)
+        target_rows(c, state.targets, state.residual, d_packed, col0=col0, scale=factor)
     if d_weight is not None:
-        touched = target_classes(e, state, count, scale, d_weight[: len(c)], col0=shard.start)
-    (n, d), itemsize = e.shape, e.element_size()
-    step = panel_width(n, d, len(c), itemsize, tiles_for(target_of(e.device), e.dtype), multiprocessors(e.device))
-    buffer = e.new_empty(n, min(step, round_up(len(c), TILE_V)))
-    reduction = None
-    for v0 in range(0, len(c) if n else 0, step):
-        columns = slice(v0, min(v0 + step, len(c)))
-        panel = buffer[:, : columns.stop - v0]
-        panel_gradient(
-            e, c, bias, state, count, scale, panel,
-            v0=v0, col0=shard.start, bias_grad=None if d_bias is None else d_bias[columns],
-        )  # fmt: skip
-        if d_packed is not None:
-            hidden_gradient(panel, c, count, d_packed, v0=v0)
-            if columns.stop == len(c):
-                # under the last product of the weight's gradient
-                reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
+        out = d_weight[:num_v] if kept is None else None
+        sums = class_sums(e, state.targets, state.residual, count, num_v, col0=col0, out=out, scale=scale)
+
+    def reduce() -> dist.Work | None:
+        return None if d_packed is None else all_reduce(d_packed, these.shard.group, async_op=True)  # collective
+
+    def add_weight(panel: torch.Tensor, columns: slice) -> None:
         if d_weight is not None:
             weight_gradient(
-                panel, e, count, scale, d_weight[columns], None if touched is None else touched[columns],
+                panel, e, count, scale, d_weight[columns], sums=None if sums is None else sums[columns],
                 beside_collective=reduction is not None,
             )  # fmt: skip
-    if d_packed is not None and reduction is None:
-        # a rank without a class or a token takes part all the same
-        reduction = all_reduce(d_packed, shard.group, async_op=True)  # collective
+
+    buffer = e.new_empty(len(e), max(0, min(step, round_up(num_v - start, TILE_V))))
+    last = None
+    for v0 in range(start, num_v if len(e) else 0, step):
+        columns = slice(v0, min(v0 + step, num_v))
+        panel = buffer[:, : columns.stop - v0]
+        panel_gradient(
+            e, c, these.bias, state, count, scale, panel,
+            v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
+        )  # fmt: skip
+        if d_packed is not None:
+            hidden_gradient(panel, c, count, d_packed, v0=v0, add=True)
+        if columns.stop == num_v:
+            last = panel, columns
+        else:
+            add_weight(panel, columns)
+    # under the products that are left. a rank without a class or a token takes part all the same
+    reduction = reduce()
+    if last is not None:
+        add_weight(*last)
+    if kept is not None and factor is not None and len(e):
+        if d_bias is not None:
+            part = torch.zeros(start, dtype=factor.dtype, device=e.device)
+            assert state.residual is not None
+            _add_bias_gradient(part, kept, factor, state.targets, state.residual, count, col0)
+            d_bias[:start] = part * scale
+        if d_weight is not None:
+            del buffer
+            torch.mul(e, factor[:, None], out=e)
+            add_weight(kept, slice(0, start))
     return reduction
 
 
@@ -174,6 +462,13 @@ class _Undifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("linear_cross_entropy has no second derivative: its gradients cannot be differentiated")
+
+
+def _undifferentiable(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    if not torch.is_grad_enabled():
+        return gradients
+    # create_graph: without a node the gradients would pass for constants, also in a penalty on their norm
+    return tuple(g if g is None else _Undifferentiable.apply(g.requires_grad_()) for g in gradients)
 
 
 def _normalise(grad: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,9 +6,12 @@ import numbers
 
 import torch
 
-from .autograd import LossOptions, TokenLosses
+from .autograd import LossOptions, TokenLosses, TotalLoss
+from .kernels.config import tiles_for
+from .kernels.runtime import cdiv, multiprocessors, target_of
 from .parallel.agreement import agree
 from .parallel.shard import VocabShard
+from .planner import METHODS, Plan, Problem, make_plan
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REDUCTIONS = ("mean", "sum", "none")
@@ -24,6 +27,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     denominator: float | torch.Tensor | None = None,
     shard: VocabShard | None = None,
+    memory_budget: int | str | None = None,
+    method: str | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of the logits ``hidden @ weight.T + bias``, which are never held whole.
 
@@ -41,6 +46,12 @@ def linear_cross_entropy(
             a step's tokens are spread over micro-batches and data-parallel ranks.
         shard: which rows of the vocabulary ``weight`` holds, and the group whose ranks hold the others. The ranks'
             upstream gradients must be equal, as the losses are.
+        memory_budget: bytes of workspace, beyond the inputs and their gradients, that a rank may use; ``"min"`` for
+            as little as there can be. None: 512 MiB and 12 bytes for each element of ``hidden``.
+        method: ``"recompute"`` (four matrix products; the smallest), ``"cached"`` (keeps exponentials of the logits
+            for backward, as many as the budget allows; three products where it allows all) or ``"fused"`` (makes the
+            gradients in forward, three products; for ``"mean"`` and ``"sum"``). None: the fastest within the budget,
+            see :func:`cce_dist.plan`. The loss has the same bits for all of them.
 
     Returns:
         fp32 (fp64 for fp64 inputs): ``[]``, or the shape of ``targets`` for ``"none"``. The same on every rank.
@@ -48,9 +59,11 @@ def linear_cross_entropy(
         in its dtype. Under autocast the inputs are cast as ``torch.nn.functional.linear`` casts them.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown reduction, a denominator without ``"mean"``, a shard that is
-            not the weight's, ranks that disagree. On every rank of the group, before any work starts; where the group
-            works on GPUs, in the first call with a shard and these shapes only, since comparing waits for the device.
+        ValueError: shapes that do not fit, an unknown reduction or method, a denominator without ``"mean"``,
+            ``"fused"`` with ``"none"``, float16 with a method that keeps exponentials, a budget that nothing fits, a
+            shard that is not the weight's, ranks that disagree. On every rank of the group, before any work starts;
+            where the group works on GPUs, in the first call with a shard and these shapes only, since comparing
+            waits for the device.
         TypeError: arguments of the wrong type or dtype, likewise.
         IndexError: a target outside the vocabulary, on CPUs. On GPUs that token's loss is NaN.
     """
@@ -59,6 +72,8 @@ def linear_cross_entropy(
     try:
         hidden, weight, bias = _autocast(hidden, weight, bias)
         shard = _validate(hidden, weight, targets, bias, ignore_index, reduction, denominator, shard)
+        _validate_plan(hidden, reduction, memory_budget, method)
+        plan = _plan_of(hidden, weight, bias, shard, reduction, memory_budget, method)
     except (ValueError, TypeError, IndexError) as problem:
         error = problem
     same = {} if error is not None else {
@@ -68,19 +83,28 @@ def linear_cross_entropy(
         "requires_grad of hidden": hidden.requires_grad,
         "the presence of bias": bias is not None,
         "ignore_index": ignore_index,
+        "memory_budget": memory_budget,
+        "method": method,
+        # what the plan depends on
+        "whether reduction is none": reduction == "none",
+        "whether gradients are recorded": torch.is_grad_enabled(),
     }  # fmt: skip
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
     agree(given, same, device, error)
     assert isinstance(shard, VocabShard)
 
     labels = targets.reshape(-1).to(torch.int64)
-    options = LossOptions(shard=shard, ignore_index=ignore_index)
+    options = LossOptions(shard=shard, ignore_index=ignore_index, plan=plan)
     rows = weight if weight.stride(-1) == 1 or weight.numel() == 0 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    losses = TokenLosses.apply(hidden.reshape(-1, hidden.shape[-1]), rows, bias, labels, options)
-    if reduction == "none":
-        return losses.view(targets.shape)
-    total = losses.sum(dtype=torch.float64)
+    operands = hidden.reshape(-1, hidden.shape[-1]), rows, bias, labels, options
+    if plan.method == "fused":
+        total = TotalLoss.apply(*operands)
+    else:
+        losses = TokenLosses.apply(*operands)
+        if reduction == "none":
+            return losses.view(targets.shape)
+        total = losses.sum(dtype=torch.float64)
     if reduction == "mean":
         count = (labels != ignore_index).sum()
         if denominator is None:
@@ -89,7 +113,60 @@ def linear_cross_entropy(
             divisor = denominator if isinstance(denominator, torch.Tensor) else float(denominator)
         # without a token the loss is 0, whatever the denominator
         total = total / torch.where(count == 0, torch.ones_like(total), divisor)
-    return total.to(losses.dtype)
+    return total.to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _validate_plan(hidden: torch.Tensor, reduction: str, memory_budget: int | str | None, method: str | None) -> None:
+    if method is not None and method not in METHODS:
+        raise ValueError(f"method must be None or one of {', '.join(METHODS)}; got {method!r}")
+    if method == "fused" and reduction == "none":
+        raise ValueError(
+            'method "fused" makes the gradients in forward, before each token\'s upstream gradient is known: '
+            'with reduction "none" use "cached" or "recompute"'
+        )
+    if method in ("cached", "fused") and hidden.dtype == torch.float16:
+        raise ValueError(f'method "{method}" keeps exponentials, for which float16 has no range: use "recompute"')
+    if isinstance(memory_budget, bool) or not (memory_budget is None or isinstance(memory_budget, (int, str))):
+        raise TypeError(f'memory_budget must be bytes, "min" or None, got {type(memory_budget).__name__}')
+    if isinstance(memory_budget, str) and memory_budget != "min":
+        raise ValueError(f'memory_budget must be bytes, "min" or None, got {memory_budget!r}')
+    if isinstance(memory_budget, int) and memory_budget < 0:
+        raise ValueError(f"memory_budget must not be negative, got {memory_budget}")
+
+
+def _plan_of(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shard: VocabShard,
+    reduction: str,
+    memory_budget: int | str | None,
+    method: str | None,
+) -> Plan:
+    """The plan of a call: the same on all ranks, so from nothing that a rank has alone."""
+    ranks = 1 if shard.group is None else shard.group.size()
+    device = hidden.device
+    differentiable = torch.is_grad_enabled() and (
+        ranks > 1 or any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    )
+    tokens = hidden.numel() // max(1, hidden.shape[-1])
+    problem = Problem(
+        tokens=tokens,
+        hidden=hidden.shape[-1],
+        vocab=cdiv(shard.vocab_size, ranks),
+        itemsize=hidden.element_size(),
+        tiles=tiles_for(target_of(device), hidden.dtype),
+        device=multiprocessors(device),
+        hidden_grad=hidden.requires_grad,
+        weight_grad=ranks > 1 or weight.requires_grad,
+        scalar=reduction != "none",
+        wide_range=hidden.dtype != torch.float16,
+    )
+    if not differentiable:
+        # one pass over the logits: there is nothing to choose
+        return make_plan(problem, None, True, "recompute")
+    smallest = memory_budget == "min"
+    return make_plan(problem, memory_budget if isinstance(memory_budget, int) else None, smallest, method)
 
 
 def _autocast(

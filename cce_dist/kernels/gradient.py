@@ -8,7 +8,7 @@ import torch
 
 from .config import TILE_V, tiles_for
 from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
-from .tiles import LOG2E, logits_tile, store_tile, tile_position
+from .tiles import LOG2E, any_target, load_tile, next_step, num_tiles, store_tile
 
 
 @dataclass(frozen=True)
@@ -34,34 +34,49 @@ def _panel_gradient_kernel(
     rows = tl.load(count_ptr).to(tl.int32)
     num_n = tl.cdiv(rows, BLOCK_N)
     num_v = tl.cdiv(width, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_n * num_v, tl.num_programs(0), flatten=True):
-        pid_n, pid_v = tile_position(tile, num_n, num_v, GROUP_N)
-        n = pid_n * BLOCK_N
-        v = pid_v * BLOCK_V
-        x = logits_tile(
-            e, c, bias_ptr, n, v0 + v, N, V, D, stride_e, stride_c,
-            HAS_BIAS, TMA, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
-        )  # fmt: skip
-        offs_n = n + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < rows
-        row_max = tl.load(row_max_ptr + offs_n, mask=mask_n, other=0.0)
-        log_sum = tl.load(log_sum_ptr + offs_n, mask=mask_n, other=0.0)
-        # past the count the factor is 0 and so are the rows of E: the panel is 0 there
-        grad = tl.load(grad_ptr + offs_n, mask=mask_n, other=0.0)
-        entry = tl.load(entry_ptr + offs_n, mask=mask_n, other=0.0)
-        t = tl.load(target_ptr + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
-        p = tl.exp2((x - row_max[:, None]) * LOG2E - (log_sum * LOG2E)[:, None])
-        dx = tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], entry[:, None], p * grad[:, None])
-        # a row past the count sees 0 times the classifier, and the bias: not a number where either is infinite
-        dx = tl.where(mask_n[:, None], dx, 0.0)
-        if BIAS_GRAD:
-            offs_v = v + tl.arange(0, BLOCK_V)
-            offs = pid_n.to(tl.int64) * stride_panel + offs_v
-            tl.store(bias_part_ptr + offs, tl.sum(dx, 0), mask=offs_v < width)
-        store_tile(
-            panel, dx.to(panel.dtype if TMA else panel.dtype.element_ty), n, v, N, width, stride_panel,
-            BLOCK_N, BLOCK_V, TMA,
-        )  # fmt: skip
+    num_steps = tl.cdiv(D, BLOCK_D)
+    tile = tl.program_id(0) - tl.num_programs(0)
+    step = num_steps - 1
+    n = tile * 0
+    v = tile * 0
+    x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    scale = tl.full((BLOCK_N, BLOCK_V), LOG2E, tl.float32)
+    for _ in range(0, num_tiles(num_n * num_v) * num_steps):
+        step, tile, n, v = next_step(step, tile, n, v, num_steps, num_n, num_v, BLOCK_N, BLOCK_V, GROUP_N)
+        a = load_tile(e, n, step * BLOCK_D, N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
+        b = load_tile(c, v0 + v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
+        x = tl.dot(a, b.T, x, input_precision=PRECISION)
+        if step == num_steps - 1:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            mask_n = offs_n < rows
+            if HAS_BIAS:
+                offs_v = v0 + v + tl.arange(0, BLOCK_V)
+                x += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
+            row_max = tl.load(row_max_ptr + offs_n, mask=mask_n, other=0.0)
+            log_sum = tl.load(log_sum_ptr + offs_n, mask=mask_n, other=0.0)
+            grad = tl.load(grad_ptr + offs_n, mask=mask_n, other=0.0)
+            # lse in units of log 2; what its roundings lose is common to the row and joins the factor
+            base = row_max * LOG2E
+            lse = base + log_sum * LOG2E
+            lost = tl.fma(row_max, tl.zeros_like(base) + LOG2E, -base) + (log_sum * LOG2E - (lse - base))
+            x = tl.exp2(tl.fma(x, scale, -lse[:, None])) * (grad * tl.exp2(-lost))[:, None]
+            if any_target(target_ptr, n, rows, col0 + v0 + v, col0 + v0 + v + BLOCK_V, BLOCK_N):
+                entry = tl.load(entry_ptr + offs_n, mask=mask_n, other=0.0)
+                t = tl.load(target_ptr + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
+                t = tl.where((t >= 0) & (t < BLOCK_V), t, -1).to(tl.int32)
+                x = tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], entry[:, None], x)
+            if n + BLOCK_N > rows:
+                # a row past the count sees 0 times the classifier, and the bias: no number where either is infinite
+                x = tl.where(mask_n[:, None], x, 0.0)
+            if BIAS_GRAD:
+                offs_v = v + tl.arange(0, BLOCK_V)
+                offs = (n // BLOCK_N).to(tl.int64) * stride_panel + offs_v
+                tl.store(bias_part_ptr + offs, tl.sum(x, 0), mask=offs_v < width)
+            store_tile(
+                panel, x.to(panel.dtype if TMA else panel.dtype.element_ty), n, v, N, width, stride_panel,
+                BLOCK_N, BLOCK_V, TMA,
+            )  # fmt: skip
+            x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
 
 
 @triton.jit
@@ -121,6 +136,38 @@ def panel_gradient(
     if bias_grad is not None:
         _fold_bias_kernel[(cdiv(width, 256),)](
             part, scale, count, bias_grad, width, panel.stride(0), BLOCK_N=tiles.BLOCK_N, BLOCK=256
+        )
+
+
+@triton.jit
+def _column_sums_kernel(
+    panel_ptr, weight_ptr, count_ptr, out_ptr, N, width, row0, stride, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    count = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    for n in range(0, count, BLOCK_N):
+        offs_n = n + tl.arange(0, BLOCK_N)
+        weight = tl.load(weight_ptr + offs_n, mask=offs_n < count, other=0.0)
+        offs = offs_n[:, None].to(tl.int64) * stride + offs_v[None, :]
+        x = tl.load(panel_ptr + offs, mask=(offs_n < count)[:, None] & (offs_v < width)[None, :], other=0.0)
+        total += tl.sum(x.to(tl.float32) * weight[:, None], 0)
+    before = tl.load(out_ptr + offs_v, mask=offs_v < width, other=0.0)
+    tl.store(out_ptr + offs_v, before + total, mask=offs_v < width)
+
+
+def column_sums(
+    panel: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, out: torch.Tensor, *, row0: int = 0
+) -> None:
+    """``out += weight @ panel`` over the rows before ``count - row0``: [N], [N, width] -> [width], fp32."""
+    n, width = panel.shape
+    if not triton_serves(panel):
+        n = max(0, min(n, int(count) - row0))
+        for v in range(0, width, TILE_V):
+            out[v : v + TILE_V] += weight[:n] @ panel[:n, v : v + TILE_V].to(out.dtype)
+    elif panel.numel():
+        _column_sums_kernel[(cdiv(width, 64),)](
+            panel, weight, count, out, n, width, row0, panel.stride(0), BLOCK_N=64, BLOCK_V=64
         )
 
 

@@ -1,4 +1,4 @@
-"""The two products of the second pass: a gradient panel with C, and its transpose with E."""
+"""The two products of the second pass: a panel with C, and its transpose with E."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from .runtime import (
     triton,
     triton_serves,
 )
+from .target import ClassSums
 from .tiles import halves, load_tile, store_tile, tile_position
 
 
 @triton.jit
 def _hidden_gradient_kernel(
-    panel, c, out, count_ptr, N, V, D, v0, width, stride_panel, stride_c,
-    REDUCE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    panel, c, out, count_ptr, N, V, D, v0, width, row0, stride_panel, stride_c,
+    ADD: tl.constexpr, TMA_OUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     # here BLOCK_V columns of the result are reduced over the panel's width, BLOCK_D at a time
-    rows = tl.minimum(N, tl.load(count_ptr).to(tl.int32))
+    rows = tl.maximum(0, tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0))
     num_n = tl.cdiv(rows, BLOCK_N)
     num_d = tl.cdiv(D, BLOCK_V)
     for tile in tl.range(tl.program_id(0), num_n * num_d, tl.num_programs(0), flatten=True):
@@ -41,26 +42,30 @@ def _hidden_gradient_kernel(
         # a whole tile of fp32 on its way to memory would fill the shared memory that the loads need
         left, right = halves(acc, BLOCK_N, BLOCK_V)
         W: tl.constexpr = BLOCK_V // 2
-        if REDUCE:
+        if ADD and TMA_OUT:
             # the copy engine adds, so that nothing waits for what was there. each element is added to once a launch:
             # the order of addition is that of the panels
             out.atomic_add([n, d], left)
             out.atomic_add([n, d + W], right)
         else:
-            left += load_tile(out, n, d, rows, D, D, BLOCK_N, W, False)
-            store_tile(out, left, n, d, rows, D, D, BLOCK_N, W, False)
-            right += load_tile(out, n, d + W, rows, D, D, BLOCK_N, W, False)
-            store_tile(out, right, n, d + W, rows, D, D, BLOCK_N, W, False)
+            if ADD:
+                left += load_tile(out, n, d, rows, D, D, BLOCK_N, W, False)
+            store_tile(out, left, n, d, rows, D, D, BLOCK_N, W, TMA_OUT)
+            if ADD:
+                right += load_tile(out, n, d + W, rows, D, D, BLOCK_N, W, False)
+            store_tile(out, right, n, d + W, rows, D, D, BLOCK_N, W, TMA_OUT)
 
 
 @triton.jit
 def _weight_gradient_kernel(
-    panel, e, out_ptr, touched_ptr, scale_ptr, count_ptr, N, D, width, stride_panel, stride_e, stride_out,
-    HAS_TOUCHED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    panel, e, out_ptr, low_ptr, first_ptr, sums_ptr, scale_ptr, count_ptr,
+    N, D, width, row0, stride_panel, stride_e, stride_out,
+    HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     # here BLOCK_N classes by BLOCK_V columns of the result are reduced over the tokens, BLOCK_D at a time
-    count = tl.minimum(N, tl.load(count_ptr).to(tl.int32))
+    count = tl.maximum(0, tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0))
     scale = tl.load(scale_ptr)
     num_v = tl.cdiv(width, BLOCK_N)
     num_d = tl.cdiv(D, BLOCK_V)
@@ -76,54 +81,91 @@ def _weight_gradient_kernel(
         left, right = halves(acc, BLOCK_N, BLOCK_V)
         W: tl.constexpr = BLOCK_V // 2
         _store_classes(
-            out_ptr, touched_ptr, left, scale, v, d, width, D, stride_out, HAS_TOUCHED, BLOCK_N, W
+            out_ptr, low_ptr, first_ptr, sums_ptr, left, scale, v, d, width, D, stride_out,
+            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, BLOCK_N, W,
         )  # fmt: skip
         _store_classes(
-            out_ptr, touched_ptr, right, scale, v, d + W, width, D, stride_out, HAS_TOUCHED, BLOCK_N, W
+            out_ptr, low_ptr, first_ptr, sums_ptr, right, scale, v, d + W, width, D, stride_out,
+            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, BLOCK_N, W,
         )  # fmt: skip
 
 
 @triton.jit
 def _store_classes(
-    out_ptr, touched_ptr, value, scale, v, d, width, D, stride, HAS_TOUCHED: tl.constexpr,
+    out_ptr, low_ptr, first_ptr, sums_ptr, value, scale, v, d, width, D, stride,
+    HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     offs_v = v + tl.arange(0, ROWS)
     offs_d = d + tl.arange(0, COLS)
-    pointers = out_ptr + offs_v[:, None].to(tl.int64) * stride + offs_d[None, :]
+    offs = offs_v[:, None].to(tl.int64) * stride + offs_d[None, :]
     mask = (offs_v < width)[:, None] & (offs_d < D)[None, :]
-    if HAS_TOUCHED:
-        # the other classes' rows hold anything
-        touched = tl.load(touched_ptr + offs_v, mask=offs_v < width, other=0) != 0
-        start = tl.load(pointers, mask=mask & touched[:, None], other=0.0).to(tl.float32)
-        value = tl.fma(value, tl.zeros_like(value) + scale, start)
+    if HAS_SUMS:
+        row = tl.load(first_ptr + offs_v, mask=offs_v < width, other=-1)
+        offs_sums = row[:, None].to(tl.int64) * D + offs_d[None, :]
+        value += tl.load(sums_ptr + offs_sums, mask=mask & (row >= 0)[:, None], other=0.0)
+    if ADD:
+        # what the tokens before these gave, in fp32
+        before = tl.load(out_ptr + offs, mask=mask, other=0.0)
+        if HAS_LOW:
+            before = join_halves(before, tl.load(low_ptr + offs, mask=mask, other=0))
+        value += before
+    if LAST:
+        if HAS_START:
+            # the rows of classes without a token hold anything
+            touched = tl.load(first_ptr + offs_v, mask=offs_v < width, other=-1) >= 0
+            start = tl.load(out_ptr + offs, mask=mask & touched[:, None], other=0.0).to(tl.float32)
+            value = tl.fma(value, tl.zeros_like(value) + scale, start)
+        else:
+            value *= scale
+        tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
+    elif HAS_LOW:
+        high, low = split_halves(value)
+        tl.store(out_ptr + offs, high, mask=mask)
+        tl.store(low_ptr + offs, low, mask=mask)
     else:
-        value *= scale
-    tl.store(pointers, value.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + offs, value, mask=mask)
 
 
-def hidden_gradient(panel: torch.Tensor, c: torch.Tensor, count: torch.Tensor, out: torch.Tensor, *, v0: int) -> None:
-    """``out += panel @ c[v0:v0 + width]`` in the first ``count`` rows: [N, width], [V, D] -> [N, D] fp32."""
+@triton.jit
+def split_halves(value):
+    """The upper 16 bits of fp32, which are a bf16, and the lower ones, an int16: together they lose nothing."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), bits.to(tl.int16)
+
+
+@triton.jit
+def join_halves(high, low):
+    """The inverse of :func:`split_halves`."""
+    bits = (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+def hidden_gradient(
+    panel: torch.Tensor, c: torch.Tensor, count: torch.Tensor, out: torch.Tensor, *, v0: int, row0: int = 0, add: bool
+) -> None:
+    """``out = panel @ c[v0:v0 + width]``, or ``+=`` with ``add``, in the rows before ``count - row0``: [N, width],
+    [V, D] -> [N, D] fp32."""
     (n, width), d = panel.shape, c.shape[1]
     if not triton_serves(panel):
-        n, wide = int(count), out.dtype
+        n, wide = max(0, min(n, int(count) - row0)), out.dtype
         # operands of 16 bits are widened in pieces, so that the copy stays small
         step = width if c.dtype == wide else 4096
         for v in range(0, width, step):
             right = c[v0 + v : v0 + min(v + step, width)].to(wide)
-            out[:n].addmm_(panel[:n, v : v + step].to(wide), right)
+            out[:n].addmm_(panel[:n, v : v + step].to(wide), right, beta=1 if add or v else 0)
         return
     target = target_of(panel.device)
     tma = descriptors_fit(target, panel, c)
     tiles = tiles_for(target, panel.dtype, tma)
-    reduce = tma and has_tma(target) and d % 4 == 0
+    tma_out = tma and has_tma(target) and d % 4 == 0
     programs = min(multiprocessors(panel.device), cdiv(n, tiles.BLOCK_N) * cdiv(d, tiles.BLOCK_V))
     _hidden_gradient_kernel[(programs,)](
         tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
         tile_source(c, (tiles.BLOCK_D, tiles.BLOCK_V), tma),
-        tile_source(out, (tiles.BLOCK_N, tiles.BLOCK_V // 2), reduce),
-        count, n, len(c), d, v0, width, panel.stride(0), c.stride(0),
-        REDUCE=reduce, TMA=tma, PRECISION="ieee", **tiles.shape,
+        tile_source(out, (tiles.BLOCK_N, tiles.BLOCK_V // 2), tma_out),
+        count, n, len(c), d, v0, width, row0, panel.stride(0), c.stride(0),
+        ADD=add, TMA_OUT=tma_out, TMA=tma, PRECISION="ieee", **tiles.shape,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
@@ -134,23 +176,25 @@ def weight_gradient(
     count: torch.Tensor,
     scale: torch.Tensor,
     out: torch.Tensor,
-    touched: torch.Tensor | None,
     *,
+    row0: int = 0,
+    sums: ClassSums | None = None,
+    low: torch.Tensor | None = None,
+    add: bool = False,
+    last: bool = True,
     beside_collective: bool = False,
 ) -> None:
-    """``out = scale panel.T @ e + start`` over the first ``count`` rows, rounded once: [N, width], [N, D] ->
+    """``out = scale (panel.T @ e + sums)`` over the rows before ``count - row0``, rounded once: [N, width], [N, D] ->
     [width, D].
 
-    ``start`` is what ``out`` holds in the rows that ``touched`` [width] marks, and 0 in the others.
+    ``sums`` that wait in ``out`` are in its units: they are added after the scale. Where the tokens come in several
+    calls, all but the ``last`` leave their sum unscaled in fp32, and all but the first ``add`` to it. In a bf16
+    ``out`` that sum's upper halves wait, and in ``low`` [width, D] int16 the lower ones.
     ``beside_collective`` says that a reduction is under way on the same device.
     """
     (n, width), d = panel.shape, e.shape[1]
     if not triton_serves(panel):
-        n, wide = int(count), torch.promote_types(e.dtype, torch.float32)
-        product = (panel[:n].to(wide).T @ e[:n].to(wide)).mul_(scale)
-        if touched is not None:
-            product += torch.where(touched[:, None] != 0, out, 0)
-        out.copy_(product)
+        _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, last)
         return
     target = target_of(panel.device)
     tma = descriptors_fit(target, panel, e)
@@ -162,7 +206,37 @@ def weight_gradient(
     _weight_gradient_kernel[(programs,)](
         tile_source(panel, (tiles.BLOCK_D, tiles.BLOCK_N), tma),
         tile_source(e, (tiles.BLOCK_D, tiles.BLOCK_V), tma),
-        out, touched, scale, count, n, d, width, panel.stride(0), e.stride(0), out.stride(0),
-        HAS_TOUCHED=touched is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
+        out, low, None if sums is None else sums.first, None if sums is None else sums.rows, scale, count,
+        n, d, width, row0, panel.stride(0), e.stride(0), out.stride(0),
+        HAS_START=sums is not None and sums.rows is None, HAS_SUMS=sums is not None and sums.rows is not None,
+        HAS_LOW=low is not None, ADD=add, LAST=last, TMA=tma, PRECISION="ieee", **tiles.shape,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+
+
+def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, last):
+    n = max(0, min(len(panel), int(count) - row0))
+    wide = torch.promote_types(e.dtype, torch.float32)
+    # operands of 16 bits are widened in pieces, so that the copy stays small
+    step = len(out) if e.dtype == wide else 4096
+    right = e[:n].to(wide)
+    for v in range(0, len(out), step):
+        part = slice(v, v + step)
+        value = panel[:n, part].to(wide).T @ right
+        if sums is not None and sums.rows is not None:
+            hit = (sums.first[part] >= 0).nonzero()[:, 0]
+            value[hit] += sums.rows[sums.first[part][hit]]
+        if add and low is not None:
+            bits = (out[part].view(torch.int16).to(torch.int32) << 16) | (low[part].to(torch.int32) & 0xFFFF)
+            value += bits.view(torch.float32)
+        elif add:
+            value += out[part]
+        if last:
+            value *= scale
+            if sums is not None and sums.rows is None:
+                value += torch.where(sums.first[part, None] >= 0, out[part], 0)
+        elif low is not None:
+            bits = value.view(torch.int32)
+            low[part] = bits.to(torch.int16)
+            value = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+        out[part] = value

@@ -19,7 +19,7 @@ from .runtime import (
     triton,
     triton_serves,
 )
-from .tiles import LOG2E, logits_tile, tile_position
+from .tiles import LOG2E, any_target, load_tile, next_step, num_tiles, store_tile
 
 
 def sum_bits(vocab_size: int) -> int:
@@ -29,39 +29,65 @@ def sum_bits(vocab_size: int) -> int:
 
 @triton.jit
 def _panel_statistics_kernel(
-    e, c, bias_ptr, target_ptr, count_ptr, tile_max_ptr, tile_sum_ptr, logit_ptr,
-    N, V, D, row0, col0, stride_e, stride_c, stride_tile,
-    HAS_BIAS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    e, c, panel, bias_ptr, target_ptr, reference_ptr, count_ptr, tile_max_ptr, tile_sum_ptr, logit_ptr,
+    N, V, D, row0, col0, stride_e, stride_c, stride_panel, stride_tile,
+    HAS_BIAS: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, TMA_PANEL: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     # rows past the count of valid tokens are not computed
     rows = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
     num_n = tl.cdiv(tl.maximum(rows, 0), BLOCK_N)
     num_v = tl.cdiv(V, BLOCK_V)
-    for tile in tl.range(tl.program_id(0), num_n * num_v, tl.num_programs(0), flatten=True):
-        pid_n, pid_v = tile_position(tile, num_n, num_v, GROUP_N)
-        n = pid_n * BLOCK_N
-        v = pid_v * BLOCK_V
-        x = logits_tile(
-            e, c, bias_ptr, row0 + n, v, row0 + N, V, D, stride_e, stride_c,
-            HAS_BIAS, TMA, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
-        )  # fmt: skip
-        offs_n = n + tl.arange(0, BLOCK_N)
-        offs_v = v + tl.arange(0, BLOCK_V)
-        mask_n = offs_n < rows
-        # the last step before the maximum, so that nothing makes a phantom column finite again
-        x = tl.where((offs_v < V)[None, :], x, float("-inf"))
-        m = tl.max(x, 1)
-        # a tile whose logits are all -inf sums to 0; a NaN stays NaN
-        safe = tl.where(m == float("-inf"), 0.0, m)
-        s = tl.sum(tl.exp2((x - safe[:, None]) * LOG2E), 1)
-        offs_tile = pid_v.to(tl.int64) * stride_tile + offs_n
-        tl.store(tile_max_ptr + offs_tile, m, mask=mask_n)
-        tl.store(tile_sum_ptr + offs_tile, s, mask=mask_n)
-        # the target's logit: at most one tile of one rank holds it
-        t = tl.load(target_ptr + row0 + offs_n, mask=mask_n, other=-1) - (col0 + v)
-        z = tl.sum(tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], x, 0.0), 1)
-        tl.store(logit_ptr + row0 + offs_n, z, mask=mask_n & (t >= 0) & (t < tl.minimum(BLOCK_V, V - v)))
+    num_steps = tl.cdiv(D, BLOCK_D)
+    tile = tl.program_id(0) - tl.num_programs(0)
+    step = num_steps - 1
+    n = tile * 0
+    v = tile * 0
+    x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    scale = tl.full((BLOCK_N, BLOCK_V), LOG2E, tl.float32)
+    for _ in range(0, num_tiles(num_n * num_v) * num_steps):
+        step, tile, n, v = next_step(step, tile, n, v, num_steps, num_n, num_v, BLOCK_N, BLOCK_V, GROUP_N)
+        a = load_tile(e, row0 + n, step * BLOCK_D, row0 + N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
+        b = load_tile(c, v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
+        x = tl.dot(a, b.T, x, input_precision=PRECISION)
+        if step == num_steps - 1:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            offs_v = v + tl.arange(0, BLOCK_V)
+            mask_n = offs_n < rows
+            if HAS_BIAS:
+                x += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
+            # the target's logit: at most one tile of one rank holds it
+            if any_target(target_ptr + row0, n, rows, col0 + v, col0 + v + BLOCK_V, BLOCK_N):
+                t = tl.load(target_ptr + row0 + offs_n, mask=mask_n, other=-1) - (col0 + v)
+                hit = mask_n & (t >= 0) & (t < tl.minimum(BLOCK_V, V - v))
+                t = tl.where(hit, t, -1).to(tl.int32)
+                z = tl.sum(tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], x, 0.0), 1)
+                tl.store(logit_ptr + row0 + offs_n, z, mask=hit)
+            # the last step before the maximum, so that nothing makes a phantom column finite again
+            x = tl.where((offs_v < V)[None, :], x, float("-inf"))
+            m = tl.max(x, 1)
+            # a tile whose logits are all -inf sums to 0; a NaN stays NaN
+            safe = tl.where(m == float("-inf"), 0.0, m)
+            base = safe * LOG2E
+            x = tl.exp2(tl.fma(x, scale, -base[:, None]))
+            # the rounding of the base is common to the row and taken back
+            s = tl.sum(x, 1) * tl.exp2(-tl.fma(safe, tl.zeros_like(safe) + LOG2E, -base))
+            offs_tile = (v // BLOCK_V).to(tl.int64) * stride_tile + offs_n
+            tl.store(tile_max_ptr + offs_tile, m, mask=mask_n)
+            tl.store(tile_sum_ptr + offs_tile, s, mask=mask_n)
+            if KEEP:
+                reference = tl.load(reference_ptr + row0 + offs_n, mask=mask_n, other=0.0)
+                # a row that would overflow is written again with another reference
+                shift = tl.minimum(tl.fma(-reference, tl.zeros_like(safe) + LOG2E, base), 126.0)
+                x *= tl.exp2(shift)[:, None]
+                if n + BLOCK_N > rows:
+                    # a row past the count sees 0 times the classifier, and the bias: no number where either is inf
+                    x = tl.where(mask_n[:, None], x, 0.0)
+                store_tile(
+                    panel, x.to(panel.dtype if TMA_PANEL else panel.dtype.element_ty), n, v, N, V, stride_panel,
+                    BLOCK_N, BLOCK_V, TMA_PANEL,
+                )  # fmt: skip
+            x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
 
 
 @triton.jit
@@ -151,47 +177,80 @@ def panel_statistics(
     *,
     rows: tuple[int, int],
     col0: int,
+    panel: torch.Tensor | None = None,
+    reference: torch.Tensor | None = None,
+    out: TileStatistics | None = None,
 ) -> TileStatistics:
     """Statistics of the logits of ``e[rows] @ c.T + bias``, a tile at a time; no logit reaches memory.
 
-    ``e`` [N, D] packed rows, ``c`` [V, D], ``bias`` [V], ``targets`` [N] int64 global ids, ``count`` int64 [] the
-    rows that hold a token, ``col0`` the global id of the first column. Writes ``logit`` [N] where a target is among
-    the columns. Rows at or past ``count`` are not computed and hold anything.
+    ``e`` [N, D] packed rows, ``c`` [V, D], ``bias`` [V], ``targets`` [N] int64 sorted global ids, ``count`` int64 []
+    the rows that hold a token, ``col0`` the global id of the first column. Writes ``logit`` [N] where a target is
+    among the columns, and ``exp(logits - reference)`` of the first columns into ``panel`` [n, K], where K is V or a
+    multiple of ``TILE_V``; ``reference`` [N]. Rows at or past ``count`` are not computed and hold anything, in the
+    panel zeros up to the end of their block of rows. ``out`` is written where it is given.
     """
     start, stop = rows
-    (num_v, width), n = c.shape, stop - start
+    num_tiles = cdiv(len(c), tile_columns(e, c))
+    if out is None:
+        empty = e.new_empty(2, num_tiles, stop - start, dtype=torch.promote_types(e.dtype, torch.float32))
+        out = TileStatistics(empty[0], empty[1])
+    kept = 0 if panel is None else panel.shape[1]
+    for first, last, columns in ((0, kept, panel), (kept, len(c), None)):
+        if first < last and start < stop:
+            tiles = slice(first // tile_columns(e, c), None)
+            _columns_statistics(
+                e, c[first:last], None if bias is None else bias[first:last], targets, count, logit,
+                start, stop, col0 + first, columns, reference, out.tile_max[tiles], out.tile_sum[tiles],
+            )  # fmt: skip
+    return out
+
+
+def tile_columns(e: torch.Tensor, c: torch.Tensor) -> int:
+    """How many columns a tile of statistics covers."""
     if not triton_serves(e):
-        return _panel_statistics_torch(e, c, bias, targets, count, logit, rows=rows, col0=col0)
+        return TILE_V
+    target = target_of(e.device)
+    return tiles_for(target, e.dtype, descriptors_fit(target, e, c)).BLOCK_V
+
+
+def _columns_statistics(
+    e, c, bias, targets, count, logit, start, stop, col0, panel, reference, tile_max, tile_sum
+):  # fmt: skip
+    if not triton_serves(e):
+        _columns_statistics_torch(
+            e, c, bias, targets, count, logit, start, stop, col0, panel, reference, tile_max, tile_sum
+        )
+        return
+    (num_v, width), n = c.shape, stop - start
     target = target_of(e.device)
     tma = descriptors_fit(target, e, c)
     tiles = tiles_for(target, e.dtype, tma)
-    num_tiles = cdiv(num_v, tiles.BLOCK_V)
-    tile_max = torch.empty(num_tiles, n, dtype=torch.float32, device=e.device)
-    tile_sum = torch.empty_like(tile_max)
-    programs = min(multiprocessors(e.device), cdiv(n, tiles.BLOCK_N) * num_tiles)
-    if programs:
-        _panel_statistics_kernel[(programs,)](
-            tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
-            tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
-            bias, targets, count, tile_max, tile_sum, logit,
-            n, num_v, width, start, col0, e.stride(0), c.stride(0), tile_max.stride(0),
-            HAS_BIAS=bias is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
-    return TileStatistics(tile_max, tile_sum)
+    tma_panel = tma and panel is not None and descriptors_fit(target, panel)
+    programs = min(multiprocessors(e.device), cdiv(n, tiles.BLOCK_N) * cdiv(num_v, tiles.BLOCK_V))
+    _panel_statistics_kernel[(programs,)](
+        tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
+        tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
+        None if panel is None else tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V), tma_panel),
+        bias, targets, reference, count, tile_max, tile_sum, logit,
+        n, num_v, width, start, col0, e.stride(0), c.stride(0), 0 if panel is None else panel.stride(0),
+        tile_max.stride(0),
+        HAS_BIAS=bias is not None, KEEP=panel is not None, TMA=tma, TMA_PANEL=tma_panel, PRECISION="ieee",
+        **tiles.shape, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
 
 
-def _panel_statistics_torch(e, c, bias, targets, count, logit, *, rows, col0):
-    start, stop = rows
+def _columns_statistics_torch(
+    e, c, bias, targets, count, logit, start, stop, col0, panel, reference, tile_max, tile_sum
+):  # fmt: skip
     n = max(0, min(stop, int(count)) - start)
-    wide = torch.promote_types(e.dtype, torch.float32)
-    num_tiles = cdiv(len(c), TILE_V)
-    stats = torch.zeros(2, num_tiles, stop - start, dtype=wide, device=e.device)
+    if n == 0:
+        return
+    wide = tile_max.dtype
     # whole groups of rows: a product of fewer takes another path, with other bits (see ROW_GROUP)
     left = e[start:stop][: round_up(n, ROW_GROUP)].to(wide)
     ids = targets[start : start + n] - col0
     whole = left.new_empty(len(left), TILE_V)
-    for tile in range(num_tiles if n else 0):
+    for tile in range(cdiv(len(c), TILE_V)):
         v = tile * TILE_V
         right = c[v : v + TILE_V].to(wide)
         if len(right) < TILE_V:
@@ -203,7 +262,10 @@ def _panel_statistics_torch(e, c, bias, targets, count, logit, *, rows, col0):
         hit = ((ids >= v) & (ids < v + x.shape[1])).nonzero()[:, 0]
         logit[start + hit] = x[hit, ids[hit] - v]
         m = x.amax(1)
-        x.sub_(torch.where(m == -math.inf, 0, m)[:, None]).exp_()
-        stats[0, tile, :n] = m[:n]
-        stats[1, tile, :n] = x.sum(1)[:n]
-    return TileStatistics(stats[0], stats[1])
+        safe = torch.where(m == -math.inf, 0, m)
+        x.sub_(safe[:, None]).exp_()
+        tile_max[tile, :n] = m[:n]
+        tile_sum[tile, :n] = x.sum(1)[:n]
+        if panel is not None:
+            shift = (safe[:n] - reference[start : start + n]).clamp_(max=87).exp_()
+            panel[:n, v : v + TILE_V] = x[:n].mul_(shift[:, None])

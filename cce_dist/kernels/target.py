@@ -1,36 +1,86 @@
-"""The targets' residuals: what a panel's rounding loses of ``(p - 1) g``, added to both gradients in full precision.
+"""What the targets alone contribute, a row or a class at a time, in full precision.
 
-Without them every token's largest entry would carry a rounding error as large as that of the result itself.
+A target's entry ``(p - 1) g`` is by far the largest of its row: rounded into a panel of 16 bits it would leave both
+gradients an error as large as that of their own rounding.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from .gradient import RowState
-from .runtime import tl, triton, triton_serves
+from .runtime import cdiv, tl, triton, triton_serves
+
+
+@dataclass(frozen=True)
+class ClassSums:
+    """Sums over the tokens of each class.
+
+    ``first`` [V] int32: the first token of the class, -1 where it has none. ``rows`` [N, D] fp32: the sum of the
+    class, in the row of that token; None where the sums wait in the gradient itself.
+    """
+
+    first: torch.Tensor
+    rows: torch.Tensor | None
+
+    def __getitem__(self, classes: slice) -> ClassSums:
+        return ClassSums(self.first[classes], self.rows)
 
 
 @triton.jit
-def _target_rows_kernel(c_ptr, target_ptr, residual_ptr, out_ptr, V, D, col0, stride_c, BLOCK_D: tl.constexpr):
+def _target_logits_kernel(
+    e_ptr, c_ptr, bias_ptr, target_ptr, out_ptr, V, D, col0, stride_c, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     t = tl.load(target_ptr + row) - col0
     # a target that is no class of this rank reads nothing
     live = (t >= 0) & (t < V)
-    c = tl.load(c_ptr + tl.where(live, t, 0) * stride_c + offs_d, mask=offs_d < tl.where(live, D, 0), other=0.0)
-    value = c.to(tl.float32) * tl.load(residual_ptr + row)
-    tl.store(out_ptr + row * D + offs_d, tl.where(live, value, 0.0), mask=offs_d < D)
+    t = tl.where(live, t, 0)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for d in range(0, tl.where(live, D, 0), BLOCK_D):
+        offs_d = d + tl.arange(0, BLOCK_D)
+        e = tl.load(e_ptr + row * D + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+        acc += e * tl.load(c_ptr + t * stride_c + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+    z = tl.sum(acc, 0)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + t, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, z)
 
 
 @triton.jit
-def _target_classes_kernel(
-    e_ptr, target_ptr, residual_ptr, count_ptr, scale_ptr, out_ptr, touched_ptr, V, D, col0, stride_out,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+def _drop_targets_kernel(panel_ptr, target_ptr, count_ptr, N, K, row0, col0, stride, BLOCK_N: tl.constexpr):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (n < N) & (row0 + n < tl.load(count_ptr))
+    t = tl.load(target_ptr + row0 + n, mask=mask, other=-1) - col0
+    zero = tl.zeros((BLOCK_N,), panel_ptr.dtype.element_ty)
+    tl.store(panel_ptr + n.to(tl.int64) * stride + t, zero, mask=mask & (t >= 0) & (t < K))
+
+
+@triton.jit
+def _target_rows_kernel(
+    c_ptr, target_ptr, entry_ptr, scale_ptr, out_ptr, V, D, col0, stride_c, HAS_SCALE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    t = tl.load(target_ptr + row) - col0
+    live = (t >= 0) & (t < V)
+    c = tl.load(c_ptr + tl.where(live, t, 0) * stride_c + offs_d, mask=offs_d < tl.where(live, D, 0), other=0.0)
+    value = tl.where(live, c.to(tl.float32) * tl.load(entry_ptr + row), 0.0)
+    if HAS_SCALE:
+        value += tl.load(out_ptr + row * D + offs_d, mask=offs_d < D, other=0.0) * tl.load(scale_ptr + row)
+    tl.store(out_ptr + row * D + offs_d, value, mask=offs_d < D)
+
+
+@triton.jit
+def _class_sums_kernel(
+    e_ptr, target_ptr, entry_ptr, count_ptr, scale_ptr, out_ptr, first_ptr, N, V, D, row0, col0, stride_out,
+    COMPACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    count = tl.load(count_ptr)
+    count = tl.minimum(N, tl.load(count_ptr) - row0)
     t = tl.load(target_ptr + first)
     before = tl.load(target_ptr + first - 1, mask=first > 0, other=-1)
     live = (first < count) & (t >= col0) & (t < col0 + V)
@@ -41,65 +91,130 @@ def _target_classes_kernel(
         while n < count:
             offs_n = n + tl.arange(0, BLOCK_N)
             same = tl.load(target_ptr + offs_n, mask=offs_n < count, other=-1) == t
-            residual = tl.load(residual_ptr + offs_n, mask=same, other=0.0)
+            entry = tl.load(entry_ptr + offs_n, mask=same, other=0.0)
             e = tl.load(
                 e_ptr + offs_n[:, None] * D + offs_d[None, :], mask=same[:, None] & (offs_d < D)[None, :], other=0.0
             )
-            total += tl.sum(e.to(tl.float32) * residual[:, None], 0)
+            total += tl.sum(e.to(tl.float32) * entry[:, None], 0)
             n = tl.where(tl.sum(same.to(tl.int32), 0) == BLOCK_N, n + BLOCK_N, count)
         row = t - col0
-        # in the result's units, which its dtype is sure to hold
-        total *= tl.load(scale_ptr)
+        tl.store(first_ptr + row, first.to(tl.int32))
+        if COMPACT:
+            row = first
+        else:
+            # in the result's units, which its dtype is sure to hold
+            total *= tl.load(scale_ptr)
         tl.store(out_ptr + row * stride_out + offs_d, total.to(out_ptr.dtype.element_ty), mask=offs_d < D)
-        tl.store(touched_ptr + row, 1)
 
 
-def target_rows(c: torch.Tensor, state: RowState, out: torch.Tensor, *, col0: int) -> None:
-    """Starts the gradient of the hidden states: ``out[n] = residual[n] c[target[n]]``, 0 where the target is no class
-    of this rank: [V, D], [N] -> [N, D] fp32."""
-    if state.residual is None or len(c) == 0 or len(out) == 0:
-        out.zero_()
+def target_logits(
+    e: torch.Tensor, c: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, col0: int
+) -> torch.Tensor:
+    """The logit of each row's target, 0 where that is no class of this rank: [N, D], [V, D], [N] -> [N] fp32.
+
+    A reference for exponentials, not the loss's: a tile adds up in another order.
+    """
+    n, d = e.shape
+    out = torch.zeros(n, dtype=torch.promote_types(e.dtype, torch.float32), device=e.device)
+    if n == 0 or len(c) == 0:
+        return out
+    if triton_serves(e):
+        block = min(1024, triton.next_power_of_2(d))
+        _target_logits_kernel[(n,)](
+            e, c, bias, targets, out, len(c), d, col0, c.stride(0), HAS_BIAS=bias is not None, BLOCK_D=block
+        )
+        return out
+    ids = targets - col0
+    hit = ((ids >= 0) & (ids < len(c))).nonzero()[:, 0]
+    out[hit] = (e[hit].to(out.dtype) * c[ids[hit]].to(out.dtype)).sum(1)
+    if bias is not None:
+        out[hit] += bias[ids[hit]].to(out.dtype)
+    return out
+
+
+def drop_targets(panel: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, *, row0: int, col0: int) -> None:
+    """Zeros the targets' entries of ``panel`` [n, K], whose rows are those from ``row0``."""
+    n, width = panel.shape
+    if not panel.numel():
+        return
+    if triton_serves(panel):
+        _drop_targets_kernel[(cdiv(n, 128),)](
+            panel, targets, count, n, width, row0, col0, panel.stride(0), BLOCK_N=128
+        )
+        return
+    ids = targets[row0 : max(row0, min(row0 + n, int(count)))] - col0
+    hit = ((ids >= 0) & (ids < width)).nonzero()[:, 0]
+    panel[hit, ids[hit]] = 0
+
+
+def target_rows(
+    c: torch.Tensor,
+    targets: torch.Tensor,
+    entry: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    col0: int,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """``out[n] = entry[n] c[targets[n]]``, 0 where the target is no class of this rank, and with ``scale`` also plus
+    ``scale[n] out[n]``: [V, D], [N] -> [N, D] fp32. ``entry`` None stands for zeros."""
+    if entry is None or len(c) == 0 or len(out) == 0:
+        if scale is None:
+            out.zero_()
+        else:
+            out *= scale[:, None]
     elif triton_serves(out):
         n, d = out.shape
         block = min(1024, triton.next_power_of_2(d))
-        _target_rows_kernel[(n, triton.cdiv(d, block))](
-            c, state.targets, state.residual, out, len(c), d, col0, c.stride(0), BLOCK_D=block
+        _target_rows_kernel[(n, cdiv(d, block))](
+            c, targets, entry, scale, out, len(c), d, col0, c.stride(0), HAS_SCALE=scale is not None, BLOCK_D=block
         )
     else:
-        ids = state.targets - col0
+        ids = targets - col0
         live = (ids >= 0) & (ids < len(c))
-        rows = c[torch.where(live, ids, 0)].to(out.dtype) * state.residual[:, None]
-        out.copy_(rows.masked_fill_(~live[:, None], 0))
+        rows = c[torch.where(live, ids, 0)].to(out.dtype).mul_(entry[:, None]).masked_fill_(~live[:, None], 0)
+        out.copy_(rows if scale is None else rows.add_(out * scale[:, None]))
 
 
-def target_classes(
-    e: torch.Tensor, state: RowState, count: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, *, col0: int
-) -> torch.Tensor | None:
-    """Starts the gradient of the classifier: ``out[v]`` is the sum of ``residual[n] e[n]`` over the tokens whose
-    target is ``v``, in the order of the tokens, times ``scale``, for the classes that have one: [N, D], [N] ->
-    [V, D].
+def class_sums(
+    e: torch.Tensor,
+    targets: torch.Tensor,
+    entry: torch.Tensor | None,
+    count: torch.Tensor,
+    num_classes: int,
+    *,
+    col0: int,
+    row0: int = 0,
+    out: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> ClassSums | None:
+    """The sum of ``entry[n] e[n]`` over the tokens of each class, in the order of the tokens: [N, D], [N] -> a row a
+    class. Rows of ``e`` are tokens from ``row0``, before ``count``.
 
-    Returns which classes have one, uint8 [V]; the other rows of ``out`` are not written. None where nothing is lost.
-    The residuals are small: ``out``'s dtype, of 16 bits, holds enough of them.
+    With ``out`` [V, D] the sums go there, times ``scale``, into the rows of the classes that have a token; the others
+    are not written. ``entry`` None stands for zeros: nothing to sum, None.
     """
-    if state.residual is None:
+    if entry is None:
         return None
-    touched = torch.zeros(len(out), dtype=torch.uint8, device=out.device)
-    if len(e) == 0 or len(out) == 0:
-        return touched
+    first = torch.full((num_classes,), -1, dtype=torch.int32, device=e.device)
+    rows = torch.empty(e.shape, dtype=entry.dtype, device=e.device) if out is None else out
+    sums = ClassSums(first, rows if out is None else None)
+    if len(e) == 0 or num_classes == 0:
+        return sums
     if triton_serves(e):
         n, d = e.shape
         block = min(1024, triton.next_power_of_2(d))
-        _target_classes_kernel[(n, triton.cdiv(d, block))](
-            e, state.targets, state.residual, count, scale, out, touched, len(out), d, col0, out.stride(0),
-            BLOCK_N=4, BLOCK_D=block, num_warps=2,
+        _class_sums_kernel[(n, cdiv(d, block))](
+            e, targets, entry, count, scale, rows, first, n, num_classes, d, row0, col0, rows.stride(0),
+            COMPACT=out is None, BLOCK_N=4, BLOCK_D=block, num_warps=2,
         )  # fmt: skip
-        return touched
-    ids = state.targets[: int(count)] - col0
-    hit = ((ids >= 0) & (ids < len(out))).nonzero()[:, 0]
-    classes, position = ids[hit].unique_consecutive(return_inverse=True)
-    sums = state.residual.new_zeros(len(classes), e.shape[1])
-    sums.index_add_(0, position, e[hit].to(sums.dtype) * state.residual[hit, None])
-    out[classes] = sums.mul_(scale).to(out.dtype)
-    touched[classes] = 1
-    return touched
+        return sums
+    ids = targets[: max(0, min(len(e), int(count) - row0))] - col0
+    hit = ((ids >= 0) & (ids < num_classes)).nonzero()[:, 0]
+    classes, position, sizes = ids[hit].unique_consecutive(return_inverse=True, return_counts=True)
+    totals = entry.new_zeros(len(classes), e.shape[1])
+    totals.index_add_(0, position, e[hit].to(totals.dtype) * entry[hit, None])
+    token = hit[sizes.cumsum(0) - sizes]
+    first[classes] = token.to(torch.int32)
+    rows[token if out is None else classes] = totals if scale is None else (totals * scale).to(rows.dtype)
+    return sums

@@ -15,6 +15,38 @@ def tile_position(tile, num_n, num_v, GROUP_N: tl.constexpr):
 
 
 @triton.jit
+def next_step(
+    step, tile, n, v, num_steps, num_n, num_v, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, GROUP_N: tl.constexpr
+):
+    """(step, tile, n, v) after a step of a tile's product: the next one, or the first of this program's next tile.
+
+    One loop over the steps of all tiles lets the next tile's operands arrive under the epilogue. Triton's own way to
+    it, ``flatten=True``, takes no branch in the epilogue.
+    """
+    step = tl.where(step == num_steps - 1, 0, step + 1)
+    if step == 0:
+        tile += tl.num_programs(0)
+        pid_n, pid_v = tile_position(tile, num_n, num_v, GROUP_N)
+        n = pid_n * BLOCK_N
+        v = pid_v * BLOCK_V
+    return step, tile, n, v
+
+
+@triton.jit
+def num_tiles(count):
+    """How many of ``count`` tiles this program takes."""
+    return tl.cdiv(tl.maximum(count - tl.program_id(0), 0), tl.num_programs(0))
+
+
+@triton.jit
+def any_target(target_ptr, n, rows, first, last, BLOCK_N: tl.constexpr):
+    """Whether one of the sorted ids ``n`` to ``n + BLOCK_N``, of ``rows``, can lie between ``first`` and ``last``."""
+    low = tl.load(target_ptr + n)
+    high = tl.load(target_ptr + tl.minimum(n + BLOCK_N, rows) - 1)
+    return (low < last) & (high >= first)
+
+
+@triton.jit
 def load_tile(source, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
     """The tile at (row, col) of a [rows, cols] matrix, zero outside it. ``source`` is a descriptor or a pointer."""
     if TMA:
@@ -44,21 +76,3 @@ def store_tile(
 def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The left and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLS // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def logits_tile(
-    e, c, bias_ptr, n, v, N, V, D, stride_e, stride_c,
-    HAS_BIAS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Logits of the rows from ``n`` and the columns from ``v``, fp32. Columns at or past V hold the bare product."""
-    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    for d in range(0, D, BLOCK_D):
-        a = load_tile(e, n, d, N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
-        b = load_tile(c, v, d, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
-        acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-    if HAS_BIAS:
-        offs_v = v + tl.arange(0, BLOCK_V)
-        acc += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
-    return acc
