@@ -13,7 +13,7 @@ from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, column_sums, panel_gradient
 from .kernels.product import hidden_gradient, weight_gradient
 from .kernels.rows import pack_order, pack_rows, unpack_rows
-from .kernels.runtime import round_up, target_of
+from .kernels.runtime import cdiv, round_up, target_of
 from .kernels.statistics import TileStatistics, panel_statistics, sum_bits
 from .kernels.target import ClassSums, class_sums, drop_targets, target_logits, target_rows
 from .parallel.collectives import all_reduce
@@ -115,10 +115,10 @@ class TokenLosses(torch.autograd.Function):
             kept = min(options.plan.kept, len(these.c))
             panel, reference = _panel_memory(these.e, len(these.e), kept), _references(these)
         logit = torch.zeros(len(these.e), dtype=these.wide, device=these.e.device)
-        parts = []
+        bits, parts = sum_bits(options.shard.vocab_size), []
         for rows in these.chunks(these.statistics_chunk()):
             statistics = _statistics(these, rows, logit, None if panel is None else panel[rows], reference)
-            parts.append(_merge(these, rows, statistics, logit))
+            parts.append(merge_statistics(statistics, bits, options.shard.group))  # collectives
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
         ctx.save_for_backward(
             hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, panel, reference
@@ -162,13 +162,13 @@ class TotalLoss(torch.autograd.Function):
         pending = _Pending(these, options.plan, weight, ctx.needs_input_grad[:3])
         reference = _references(these)
         logit = torch.zeros(len(these.e), dtype=these.wide, device=these.e.device)
-        parts = []
+        bits, parts = sum_bits(options.shard.vocab_size), []
         for rows in these.chunks(options.plan.chunk):
             panel = pending.panel(rows)
             statistics = _statistics(these, rows, logit, panel, reference)
             # before the row's normaliser is known
             pending.add_hidden(rows, panel)
-            parts.append(_merge(these, rows, statistics, logit))
+            parts.append(merge_statistics(statistics, bits, options.shard.group))  # collectives
             pending.normalise(rows, panel, reference, *parts[-1])
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
         ctx.save_for_backward(
@@ -320,15 +320,6 @@ def _statistics(
     return statistics
 
 
-def _merge(
-    these: _Operands, rows: slice, statistics: TileStatistics, logit: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row_max, log_sum, loss) of a chunk over all ranks."""
-    shard, ids = these.shard, these.ids[rows]
-    owned = (ids >= shard.start) & (ids < shard.start + shard.classes)
-    return merge_statistics(statistics, logit[rows], owned, sum_bits(shard.vocab_size), shard.group)  # collectives
-
-
 def _add_bias_gradient(
     out: torch.Tensor,
     panel: torch.Tensor,
@@ -376,7 +367,7 @@ def _gradients(
     factor = None
     if kept is not None:
         factor = torch.where(grad == 0, 0, grad * torch.exp(reference - row_max - log_sum))
-    reduction = _walk_panels(these, state, scale, ctx.options.plan.panel, d_packed, d_weight, d_bias, kept, factor)
+    reduction = _walk_panels(these, state, scale, ctx.options.plan, d_packed, d_weight, d_bias, kept, factor)
     d_hidden = None
     if d_packed is not None:
         # before the result takes its place
@@ -391,7 +382,7 @@ def _walk_panels(
     these: _Operands,
     state: RowState,
     scale: torch.Tensor,
-    step: int,
+    plan: Plan,
     d_packed: torch.Tensor | None,
     d_weight: torch.Tensor | None,
     d_bias: torch.Tensor | None,
@@ -401,55 +392,84 @@ def _walk_panels(
     """Fills the gradients a panel of columns at a time. Returns the reduction of ``d_packed`` that is under way."""
     e, c, count, col0 = these.e, these.c, these.count, these.shard.start
     num_v, start = len(c), 0 if kept is None else kept.shape[1]
-    sums = reduction = None
+    reduction: dist.Work | None = None
     if d_packed is not None:
         if kept is not None:
             hidden_gradient(kept, c, count, d_packed, v0=0, add=False)
         target_rows(c, state.targets, state.residual, d_packed, col0=col0, scale=factor)
-    if d_weight is not None:
-        out = d_weight[:num_v] if kept is None else None
-        sums = class_sums(e, state.targets, state.residual, count, num_v, col0=col0, out=out, scale=scale)
 
-    def reduce() -> dist.Work | None:
-        return None if d_packed is None else all_reduce(d_packed, these.shard.group, async_op=True)  # collective
+    def sum_classes(columns: slice) -> ClassSums | None:
+        """Where nothing is kept, the sums start the gradient in its own memory."""
+        if d_weight is None:
+            return None
+        return class_sums(
+            e, state.targets, state.residual, count, columns.stop - columns.start, col0=col0 + columns.start,
+            out=d_weight[columns] if kept is None else None, scale=scale,
+        )  # fmt: skip
 
-    def add_weight(panel: torch.Tensor, columns: slice) -> None:
+    def add_weight(panel: torch.Tensor, columns: slice, sums: ClassSums | None) -> None:
         if d_weight is not None:
             weight_gradient(
-                panel, e, count, scale, d_weight[columns], sums=None if sums is None else sums[columns],
-                beside_collective=reduction is not None,
-            )  # fmt: skip
+                panel, e, count, scale, d_weight[columns], sums=sums, beside_collective=reduction is not None
+            )
 
-    buffer = e.new_empty(len(e), max(0, min(step, round_up(num_v - start, TILE_V))))
-    last = None
-    for v0 in range(start, num_v if len(e) else 0, step):
-        columns = slice(v0, min(v0 + step, num_v))
-        panel = buffer[:, : columns.stop - v0]
-        panel_gradient(
-            e, c, these.bias, state, count, scale, panel,
-            v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
-        )  # fmt: skip
-        if d_packed is not None:
-            hidden_gradient(panel, c, count, d_packed, v0=v0, add=True)
-        if columns.stop == num_v:
-            last = panel, columns
-        else:
-            add_weight(panel, columns)
-    # under the products that are left. a rank without a class or a token takes part all the same
-    reduction = reduce()
+    last = buffer = None
+    for part, width, memory in _parts(e, d_weight, slice(start, num_v), plan):
+        buffer = memory
+        if buffer is None:
+            buffer = e.new_empty(len(e), min(width, round_up(part.stop - part.start, TILE_V)))
+        sums = sum_classes(part)
+        for v0 in range(part.start, part.stop, width):
+            columns = slice(v0, min(v0 + width, part.stop))
+            panel = buffer[:, : columns.stop - v0]
+            panel_gradient(
+                e, c, these.bias, state, count, scale, panel,
+                v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
+            )  # fmt: skip
+            if d_packed is not None:
+                hidden_gradient(panel, c, count, d_packed, v0=v0, add=True)
+            here = None if sums is None else sums[v0 - part.start : columns.stop - part.start]
+            if columns.stop == num_v:
+                last = panel, columns, here
+            else:
+                add_weight(panel, columns, here)
+    if d_packed is not None:
+        # under the products that are left. a rank without a class or a token takes part all the same
+        reduction = all_reduce(d_packed, these.shard.group, async_op=True)  # collective
     if last is not None:
         add_weight(*last)
     if kept is not None and factor is not None and len(e):
+        last = buffer = None
         if d_bias is not None:
-            part = torch.zeros(start, dtype=factor.dtype, device=e.device)
+            total = torch.zeros(start, dtype=factor.dtype, device=e.device)
             assert state.residual is not None
-            _add_bias_gradient(part, kept, factor, state.targets, state.residual, count, col0)
-            d_bias[:start] = part * scale
+            _add_bias_gradient(total, kept, factor, state.targets, state.residual, count, col0)
+            d_bias[:start] = total * scale
         if d_weight is not None:
-            del buffer
+            sums = sum_classes(slice(0, start))
             torch.mul(e, factor[:, None], out=e)
-            add_weight(kept, slice(0, start))
+            add_weight(kept, slice(0, start), sums)
     return reduction
+
+
+def _parts(
+    e: torch.Tensor, d_weight: torch.Tensor | None, columns: slice, plan: Plan
+) -> Iterator[tuple[slice, int, torch.Tensor | None]]:
+    """(columns, width of their panels, memory for a panel or None) of the parts that panels walk over.
+
+    ``plan.wide`` panels take the memory of the classifier's gradient that is written last: those columns then have
+    ``plan.panel`` wide panels of their own.
+    """
+    n, d = e.shape
+    start, stop = (columns.start, columns.stop) if n else (0, 0)
+    if plan.wide and d_weight is not None and d_weight.dtype == e.dtype:
+        split = (stop - cdiv(n * plan.wide, max(1, d))) // TILE_V * TILE_V
+        if split > start:
+            memory = d_weight.view(-1)[split * d : split * d + n * plan.wide].view(n, plan.wide)
+            yield slice(start, split), plan.wide, memory
+            start = split
+    if start < stop:
+        yield slice(start, stop), plan.panel, None
 
 
 class _Undifferentiable(torch.autograd.Function):

@@ -69,12 +69,12 @@ def test_the_merge_does_not_depend_on_the_order() -> None:
     generator = torch.Generator().manual_seed(0)
     tile_max = torch.randn(40, 9, generator=generator) * 20
     tile_sum = torch.rand(40, 9, generator=generator) * 200 + 1
-    z, owned = torch.randn(9, generator=generator), torch.ones(9, dtype=torch.bool)
+    z, targets = torch.randn(9, generator=generator), torch.arange(9)
     bits = sum_bits(10000)
-    first = merge_statistics(TileStatistics(tile_max, tile_sum), z, owned, bits, None)
+    first = merge_statistics(TileStatistics(tile_max, tile_sum, targets, z, 0, 9), bits, None)
     for seed in range(5):
         order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
-        again = merge_statistics(TileStatistics(tile_max[order], tile_sum[order]), z, owned, bits, None)
+        again = merge_statistics(TileStatistics(tile_max[order], tile_sum[order], targets, z, 0, 9), bits, None)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     row_max, log_sum, loss = first
     truth = torch.logsumexp(tile_max.double() + tile_sum.double().log(), 0)
@@ -85,9 +85,10 @@ def test_the_merge_does_not_depend_on_the_order() -> None:
 def test_the_merge_marks_what_has_no_answer() -> None:
     tile_max = torch.tensor([[0.0, math.nan, math.inf, -math.inf, 0.0]])
     tile_sum = torch.tensor([[1.0, 1.0, math.nan, 0.0, 1.0]])
-    owned = torch.tensor([True, True, True, True, False])
+    # the last row's target is no column
+    targets = torch.tensor([0, 1, 2, 3, 9])
     z = torch.tensor([0.0, 0.0, 0.0, -math.inf, 0.0])
-    row_max, _, loss = merge_statistics(TileStatistics(tile_max, tile_sum), z, owned, 40, None)
+    row_max, _, loss = merge_statistics(TileStatistics(tile_max, tile_sum, targets, z, 0, 9), 40, None)
     assert loss[0] == 0
     assert loss[1:].isnan().all()
     assert row_max[1] == row_max[2] == math.inf

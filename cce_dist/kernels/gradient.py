@@ -41,8 +41,12 @@ def _panel_gradient_kernel(
     v = tile * 0
     x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     scale = tl.full((BLOCK_N, BLOCK_V), LOG2E, tl.float32)
+    here = tile < 0
     for _ in range(0, num_tiles(num_n * num_v) * num_steps):
         step, tile, n, v = next_step(step, tile, n, v, num_steps, num_n, num_v, BLOCK_N, BLOCK_V, GROUP_N)
+        if step == 0:
+            # asked early: the answer takes its time
+            here = any_target(target_ptr, n, rows, col0 + v0 + v, col0 + v0 + v + BLOCK_V, BLOCK_N)
         a = load_tile(e, n, step * BLOCK_D, N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
         b = load_tile(c, v0 + v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
         x = tl.dot(a, b.T, x, input_precision=PRECISION)
@@ -60,7 +64,7 @@ def _panel_gradient_kernel(
             lse = base + log_sum * LOG2E
             lost = tl.fma(row_max, tl.zeros_like(base) + LOG2E, -base) + (log_sum * LOG2E - (lse - base))
             x = tl.exp2(tl.fma(x, scale, -lse[:, None])) * (grad * tl.exp2(-lost))[:, None]
-            if any_target(target_ptr, n, rows, col0 + v0 + v, col0 + v0 + v + BLOCK_V, BLOCK_N):
+            if here:
                 entry = tl.load(entry_ptr + offs_n, mask=mask_n, other=0.0)
                 t = tl.load(target_ptr + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
                 t = tl.where((t >= 0) & (t < BLOCK_V), t, -1).to(tl.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -45,8 +46,12 @@ def _panel_statistics_kernel(
     v = tile * 0
     x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     scale = tl.full((BLOCK_N, BLOCK_V), LOG2E, tl.float32)
+    here = tile < 0
     for _ in range(0, num_tiles(num_n * num_v) * num_steps):
         step, tile, n, v = next_step(step, tile, n, v, num_steps, num_n, num_v, BLOCK_N, BLOCK_V, GROUP_N)
+        if step == 0:
+            # asked early: the answer takes its time
+            here = any_target(target_ptr + row0, n, rows, col0 + v, col0 + v + BLOCK_V, BLOCK_N)
         a = load_tile(e, row0 + n, step * BLOCK_D, row0 + N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
         b = load_tile(c, v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
         x = tl.dot(a, b.T, x, input_precision=PRECISION)
@@ -56,15 +61,15 @@ def _panel_statistics_kernel(
             mask_n = offs_n < rows
             if HAS_BIAS:
                 x += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
+            # the last step before the maximum, so that nothing makes a phantom column finite again
+            x = tl.where((offs_v < V)[None, :], x, float("-inf"))
             # the target's logit: at most one tile of one rank holds it
-            if any_target(target_ptr + row0, n, rows, col0 + v, col0 + v + BLOCK_V, BLOCK_N):
+            if here:
                 t = tl.load(target_ptr + row0 + offs_n, mask=mask_n, other=-1) - (col0 + v)
                 hit = mask_n & (t >= 0) & (t < tl.minimum(BLOCK_V, V - v))
                 t = tl.where(hit, t, -1).to(tl.int32)
                 z = tl.sum(tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], x, 0.0), 1)
                 tl.store(logit_ptr + row0 + offs_n, z, mask=hit)
-            # the last step before the maximum, so that nothing makes a phantom column finite again
-            x = tl.where((offs_v < V)[None, :], x, float("-inf"))
             m = tl.max(x, 1)
             # a tile whose logits are all -inf sums to 0; a NaN stays NaN
             safe = tl.where(m == float("-inf"), 0.0, m)
@@ -109,34 +114,65 @@ def _fold_max_kernel(
 
 
 @triton.jit
-def _fold_sum_kernel(
-    tile_max_ptr, tile_sum_ptr, row_max_ptr, row_sum_ptr, N, T, stride_tile, one,
+def _shares_kernel(
+    tile_max_ptr, tile_sum_ptr, row_max_ptr, target_ptr, logit_ptr, out_ptr, N, T, V, col0, stride_tile, one,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_max = tl.load(row_max_ptr + offs_n, mask=offs_n < N, other=0.0)
+    mask_n = offs_n < N
+    row_max = tl.load(row_max_ptr + offs_n, mask=mask_n, other=0.0)
     finite = tl.abs(row_max) < float("inf")
     total = tl.zeros((BLOCK_N,), tl.int64)
     for t in range(0, T, BLOCK_T):
         offs_t = t + tl.arange(0, BLOCK_T)
-        mask = (offs_t < T)[:, None] & (offs_n < N)[None, :]
+        mask = (offs_t < T)[:, None] & mask_n[None, :]
         offs = offs_t[:, None].to(tl.int64) * stride_tile + offs_n[None, :]
         m = tl.load(tile_max_ptr + offs, mask=mask, other=float("-inf"))
         s = tl.load(tile_sum_ptr + offs, mask=mask, other=0.0)
         scaled = s * tl.exp2((m - tl.where(finite, row_max, 0.0)[None, :]) * LOG2E)
         # integers: the order of addition, over tiles here and over ranks later, cannot change the sum
         total += tl.sum(tl.where(finite[None, :], scaled * one, 0.0).to(tl.int64), 0)
-    tl.store(row_sum_ptr + offs_n, total, mask=offs_n < N)
+    tl.store(out_ptr + offs_n, total, mask=mask_n)
+    # one owner at most: a sum of bit patterns hands the logit over unchanged
+    target = tl.load(target_ptr + offs_n, mask=mask_n, other=-1)
+    owned = (target >= col0) & (target < col0 + V)
+    z = tl.load(logit_ptr + offs_n, mask=mask_n & owned, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(out_ptr + N + offs_n, z.to(tl.int64), mask=mask_n)
+    tl.store(out_ptr + 2 * N + offs_n, owned.to(tl.int64), mask=mask_n)
 
 
+@triton.jit
+def _losses_kernel(row_max_ptr, shares_ptr, log_sum_ptr, loss_ptr, N, unit, BLOCK_N: tl.constexpr):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    row_max = tl.load(row_max_ptr + offs_n, mask=mask_n, other=0.0)
+    total = tl.load(shares_ptr + offs_n, mask=mask_n, other=1)
+    z = tl.load(shares_ptr + N + offs_n, mask=mask_n, other=0).to(tl.int32).to(tl.float32, bitcast=True)
+    owners = tl.load(shares_ptr + 2 * N + offs_n, mask=mask_n, other=1)
+    log_sum = tl.log(total.to(tl.float64) * unit)
+    # not (row_max + log_sum) - z: that would lose the loss of a confident token in the rounding of lse
+    loss = ((row_max.to(tl.float64) - z.to(tl.float64)) + log_sum).to(tl.float32)
+    # a sum of no or several owners' targets, and what fold_max found a NaN or +inf in, have no loss
+    loss = tl.where((owners != 1) | (row_max == float("inf")), float("nan"), loss)
+    tl.store(log_sum_ptr + offs_n, log_sum.to(tl.float32), mask=mask_n)
+    tl.store(loss_ptr + offs_n, loss, mask=mask_n)
+
+
+@dataclass(frozen=True)
 class TileStatistics:
-    """Maximum and sum of exponentials of each tile of a chunk of rows.
+    """What a rank knows of its columns of a chunk of rows.
 
-    ``tile_max``, ``tile_sum``: [T, n], fp32 (fp64 for fp64 operands), where T tiles cover the columns.
+    ``tile_max``, ``tile_sum``: [T, n], fp32 (fp64 for fp64 operands), the maximum and the sum of exponentials of each
+    row in each of T tiles of columns. ``targets`` [n] int64 global ids, ``logit`` [n]: the target's where it is among
+    the ``num_columns`` columns from ``col0``.
     """
 
-    def __init__(self, tile_max: torch.Tensor, tile_sum: torch.Tensor) -> None:
-        self.tile_max, self.tile_sum = tile_max, tile_sum
+    tile_max: torch.Tensor
+    tile_sum: torch.Tensor
+    targets: torch.Tensor
+    logit: torch.Tensor
+    col0: int
+    num_columns: int
 
     def fold_max(self) -> torch.Tensor:
         """[n]: the largest logit of each row; +inf where a NaN or +inf is among them."""
@@ -152,19 +188,40 @@ class TileStatistics:
         )
         return row_max
 
-    def fold_sum(self, row_max: torch.Tensor, bits: int) -> torch.Tensor:
-        """[n] int64: the sum of exp(logit - row_max) with ``bits`` fraction bits; 0 where row_max is not finite."""
+    def shares(self, row_max: torch.Tensor, bits: int) -> torch.Tensor:
+        """[3, n] int64, to be added over ranks: the sum of exp(logit - row_max) with ``bits`` fraction bits (0 where
+        row_max is not finite), the bit pattern of the target's logit and 1 where it is among the columns, else 0."""
         num_tiles, n = self.tile_max.shape
-        if not triton_serves(self.tile_max):
-            safe = torch.where(row_max.isfinite(), row_max, 0)
-            scaled = self.tile_sum * torch.exp(self.tile_max - safe)
-            return torch.where(row_max.isfinite(), scaled * 2.0**bits, 0).to(torch.int64).sum(0)
-        row_sum = torch.empty(n, dtype=torch.int64, device=row_max.device)
-        _fold_sum_kernel[(cdiv(n, 32),)](
-            self.tile_max, self.tile_sum, row_max, row_sum, n, num_tiles, self.tile_max.stride(0), 2.0**bits,
-            BLOCK_N=32, BLOCK_T=64,
-        )  # fmt: skip
-        return row_sum
+        if triton_serves(self.tile_max):
+            shares = torch.empty(3, n, dtype=torch.int64, device=row_max.device)
+            _shares_kernel[(cdiv(n, 32),)](
+                self.tile_max, self.tile_sum, row_max, self.targets, self.logit, shares, n, num_tiles,
+                self.num_columns, self.col0, self.tile_max.stride(0), 2.0**bits, BLOCK_N=32, BLOCK_T=64,
+            )  # fmt: skip
+            return shares
+        finite = row_max.isfinite()
+        scaled = self.tile_sum * torch.exp(self.tile_max - torch.where(finite, row_max, 0))
+        total = torch.where(finite, scaled * 2.0**bits, 0).to(torch.int64).sum(0)
+        owned = (self.targets >= self.col0) & (self.targets < self.col0 + self.num_columns)
+        pattern = self.logit.view(torch.int64 if self.logit.dtype == torch.float64 else torch.int32)
+        return torch.stack([total, torch.where(owned, pattern, 0).to(torch.int64), owned.to(torch.int64)])
+
+    def losses(self, row_max: torch.Tensor, shares: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log_sum, loss) [n] of each row, from the largest logit and the shares of all ranks: the log of the sum of
+        ``exp(logit - row_max)``, and ``row_max + log_sum - z``; NaN for a row that holds a NaN or +inf and for one
+        whose target no rank owns."""
+        n = len(row_max)
+        if triton_serves(row_max):
+            log_sum, loss = torch.empty_like(row_max), torch.empty_like(row_max)
+            _losses_kernel[(cdiv(n, 128),)](row_max, shares, log_sum, loss, n, 2.0**-bits, BLOCK_N=128)
+            return log_sum, loss
+        pattern = shares[1] if row_max.dtype == torch.float64 else shares[1].to(torch.int32)
+        z = pattern.view(row_max.dtype).double()
+        log_sum = torch.log(shares[0].double() * 2.0**-bits)
+        # see the kernel
+        loss = (row_max.double() - z) + log_sum
+        loss = loss.masked_fill((shares[2] != 1) | (row_max == math.inf), math.nan)
+        return log_sum.to(row_max.dtype), loss.to(row_max.dtype)
 
 
 def panel_statistics(
@@ -193,7 +250,8 @@ def panel_statistics(
     num_tiles = cdiv(len(c), tile_columns(e, c))
     if out is None:
         empty = e.new_empty(2, num_tiles, stop - start, dtype=torch.promote_types(e.dtype, torch.float32))
-        out = TileStatistics(empty[0], empty[1])
+        part = slice(start, stop)
+        out = TileStatistics(empty[0], empty[1], targets[part], logit[part], col0, len(c))
     kept = 0 if panel is None else panel.shape[1]
     for first, last, columns in ((0, kept, panel), (kept, len(c), None)):
         if first < last and start < stop:
