@@ -15,26 +15,18 @@ of ranks, and the slowest rank counts. A row that fails says why, and the others
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib.metadata
 import importlib.util
 import itertools
-import json
-import math
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import peers
 import torch
 import torch.distributed as dist
+from comparison import Results, Row, picture, save, table
+from machine import Machine
 from tqdm import tqdm
 
 from cce_dist import VocabShard, linear_cross_entropy, reference
@@ -52,118 +44,6 @@ WARMUP = 3
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Shape = tuple[int, int, int]
-
-
-@dataclass
-class Row:
-    """An implementation and what was measured of it."""
-
-    name: str
-    make: peers.Make
-    kind: str
-    # how many ranks share the vocabulary
-    ranks: int = 1
-    floor_seconds: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    forward_seconds: list[float] = field(default_factory=list)
-    peak: int = 0
-    errors: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None
-
-    def ratio(self) -> float:
-        return statistics.median(self.seconds) / (statistics.median(self.floor_seconds) / self.ranks)
-
-    def forward_ratio(self) -> float:
-        return statistics.median(self.forward_seconds) / (statistics.median(self.floor_seconds) / 3 / self.ranks)
-
-    def figures(self) -> dict[str, Any]:
-        kept = {k: v for k, v in vars(self).items() if k != "make"}
-        if self.failure is not None:
-            return kept
-        return {**kept, "ratio": self.ratio(), "forward_ratio": self.forward_ratio()}
-
-
-class Machine:
-    """Clocks and memory of the device at hand, and the ranks that work together."""
-
-    def __init__(self) -> None:
-        self.cuda = torch.cuda.is_available()
-        self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.cuda else torch.device("cpu")
-        if self.cuda:
-            torch.cuda.set_device(self.device)
-            self.ballast = torch.randn(10240, 10240, device=self.device, dtype=torch.bfloat16)
-        if self.ranks > 1:
-            backend, device = ("nccl", self.device) if self.cuda else ("gloo", None)
-            # not too long a wait for a rank that failed alone
-            dist.init_process_group(backend, device_id=device, timeout=timedelta(minutes=3))
-        self.together = torch.zeros(1, device=self.device)
-
-    def name(self) -> str:
-        if self.cuda:
-            return torch.cuda.get_device_name(self.device)
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-    def meet(self) -> None:
-        """Work queued behind this starts when every rank has come so far."""
-        if self.ranks > 1:
-            dist.all_reduce(self.together)
-
-    def largest(self, value: float) -> float:
-        if self.ranks == 1:
-            return value
-        values = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-        return values.item()
-
-    def seconds(self, function: Callable[[], Any]) -> float:
-        """Of the slowest rank."""
-        if not self.cuda:
-            self.meet()
-            start = time.perf_counter()
-            function()
-            return self.largest(time.perf_counter() - start)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        # work ahead in the queue, as in training: the device is timed, not the host's launches, and every row finds
-        # the chip as warm, whatever ran before it
-        for _ in range(8):
-            torch.mm(self.ballast, self.ballast)
-        # one chip's ballast ends later than another's
-        self.meet()
-        begin.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        return self.largest(begin.elapsed_time(end) / 1e3)
-
-    def peak(self, function: Callable[[], Any]) -> int:
-        """Bytes that the allocator held at most beyond what it held before, on the rank that held most."""
-        if not self.cuda:
-            return int(self.largest(_peak_on_cpu(function)))
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        function()
-        torch.cuda.synchronize()
-        return int(self.largest(torch.cuda.max_memory_allocated() - before))
-
-    def forget(self) -> None:
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
-
-
-def _peak_on_cpu(function: Callable[[], Any]) -> int:
-    """What torch's CPU allocator gave out at most: the profiler notes each allocation and each release, inside of
-    operators too. Pages that the process got from the system would depend on what ran before."""
-    # it announces itself
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as record:
-        function()
-    events = record.profiler.kineto_results.events()
-    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
-    return max(itertools.accumulate(changes, initial=0))
 
 
 def inputs(shape: Shape, args: argparse.Namespace, device: torch.device, confident: bool = False) -> Tensors:
@@ -297,114 +177,33 @@ def rows_of(args: argparse.Namespace, ranks: int) -> list[Row]:
         rows.insert(0, Row("cce_dist, 1 rank", ours(), "method"))
     rows += [Row(method, ours(method=method), "method", ranks) for method in METHODS]
     for budget in args.budgets:
-        name = budget if budget == "min" else f"{budget >> 20} MiB"
+        name = "min" if budget == "min" else f"{budget / 2**20:g} MiB"
         rows.append(Row(f"budget {name}", ours(memory_budget=budget), "budget", ranks))
     known = peers.PEERS if ranks == 1 else peers.SHARDED
-    names = {"all": list(known), "none": []}.get(args.peers, args.peers.split(","))
-
-    def unknown(_: VocabShard | None) -> peers.Loss:
-        raise ValueError(f"known on {ranks} ranks: {', '.join(known)}")
-
-    return rows + [Row(name, known.get(name, unknown), "peer", ranks) for name in names]
+    return rows + [Row(name, known[name], "peer", ranks) for name in known if name in args.peers]
 
 
 def run(rows: list[Row], shape: Shape, args: argparse.Namespace, machine: Machine, bar: tqdm[Any]) -> None:
-    problem = Problem(shape, args, machine)
+    problem = None
     for row in rows:
         bar.set_postfix_str(row.name)
         before = bar.n
         try:
+            problem = problem or Problem(shape, args, machine)
             problem.measure(row, bar.update)
         # whatever another library may raise is that row's result
         except Exception as error:
             lines = str(error).strip().splitlines()
             row.failure = f"{type(error).__name__}: {lines[0] if lines else ''}"
         bar.update(before + turns(args) - bar.n)
+        # a device that failed may fail again
         with suppress(RuntimeError):
             machine.forget()
 
 
 def turns(args: argparse.Namespace) -> int:
+    """Of the progress bar, for a row: its errors, its peak, and each round."""
     return 2 + args.repeat
-
-
-def table(shape: Shape, rows: list[Row], args: argparse.Namespace, machine: Machine) -> str:
-    tokens, width, vocab = shape
-    done = [row for row in rows if row.failure is None]
-    lines = [
-        "",
-        f"{machine.name()} x {machine.ranks}, torch {torch.__version__}, {tokens} x {width} x {vocab} {args.dtype}, "
-        f"{args.ignored:.0%} ignored; median of {args.repeat}",
-    ]
-    if done:
-        floor = statistics.median(itertools.chain.from_iterable(row.floor_seconds for row in done))
-        speed = 6 * tokens * width * vocab / floor / 1e12
-        lines.append(f"floor: 6NVD in {floor * 1e3:.2f} ms, {speed:.3g} TFLOP/s")
-    lines += [
-        f"{'':18} {'forward and backward':^17} {'forward alone':^17} {'peak':>9} {'to pytorch':^13}"
-        f" {'error against fp64':^26}",
-        f"{'':18} {'ms':>9} {'floor':>7} {'ms':>9} {'floor':>7} {'MiB':>9} {'time':>6} {'peak':>6}"
-        f" {'loss':>8} {'dE':>8} {'dC':>8}",
-    ]
-    whole = next((row for row in done if row.name == "pytorch"), None)
-    for row in rows:
-        if row.failure is not None:
-            lines.append(f"{row.name:18} {row.failure}")
-            continue
-        # by way of their floors: the two ran at different times
-        times, peak = (row.ratio() / whole.ratio(), row.peak / whole.peak) if whole else (math.nan, math.nan)
-        both, forward = statistics.median(row.seconds), statistics.median(row.forward_seconds)
-        lines.append(
-            f"{row.name:18} {both * 1e3:9.2f} {row.ratio():7.3f} {forward * 1e3:9.2f} {row.forward_ratio():7.3f}"
-            f" {row.peak / 2**20:9.1f} {times:6.3f} {peak:6.3f} "
-            + " ".join(f"{error:8.1e}" for error in row.errors.values())
-        )
-    return "\n".join(lines)
-
-
-def picture(path: Path, results: dict[Shape, list[Row]], machine: Machine) -> None:
-    """Time against peak memory, a panel for each shape: a point for each row, a line through our budgets."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8 * len(results), 6), layout="constrained")
-    for axes, (shape, rows) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
-        done = [row for row in rows if row.failure is None]
-        styles = {"method": ("o", "tab:blue"), "budget": (".", "tab:blue"), "peer": ("s", "tab:orange")}
-        for row in done:
-            x, y = row.peak / 2**20, row.ratio()
-            marker, colour = styles[row.kind]
-            axes.plot(x, y, marker, color=colour)
-            axes.annotate(row.name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, color=colour)
-        curve = sorted((row.peak / 2**20, row.ratio()) for row in done if row.kind == "budget")
-        axes.plot([x for x, _ in curve], [y for _, y in curve], "-", color="tab:blue", alpha=0.6, label="our budgets")
-        axes.margins(0.15)
-        axes.axhline(1, color="grey", linestyle="--", label="floor: the three products")
-        axes.set(xscale="log", yscale="log", xlabel="peak beyond the inputs, gradients included (MiB)")
-        axes.set(ylabel="forward and backward, to the floor", title=" x ".join(map(str, shape)))
-        axes.grid(alpha=0.3, which="both")
-        axes.legend()
-    figure.suptitle(f"{machine.name()} x {machine.ranks}, torch {torch.__version__}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def save(path: Path, results: dict[Shape, list[Row]], args: argparse.Namespace, machine: Machine) -> None:
-    versions = {}
-    for package in ("torch", "triton", *peers.PACKAGES):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    figures = {
-        "machine": machine.name(),
-        "ranks": machine.ranks,
-        "versions": versions,
-        "arguments": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
-        "shapes": [
-            {"tokens": n, "hidden": d, "vocab": v, "rows": [row.figures() for row in rows]}
-            for (n, d, v), rows in results.items()
-        ],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -415,57 +214,59 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     def budget(text: str) -> int | str:
         return text if text == "min" else int(float(text) * 2**20)
 
+    known = list(dict.fromkeys([*peers.PEERS, *peers.SHARDED]))
+
+    def chosen(text: str) -> list[str]:
+        names = {"all": known, "none": []}.get(text, text.split(","))
+        if unknown := set(names).difference(known):
+            raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))} among {', '.join(known)}")
+        return names
+
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     several: Any = {"nargs": "+", "action": "extend"}
-    parser.add_argument(
-        "--shape", type=shape, default=[], help="tokens x hidden width x classes: 8192x4096x128256", **several
-    )
-    parser.add_argument("--tokens", type=int, help="with each head of --model, or of --hidden and --vocab", **several)
-    parser.add_argument("--hidden", type=int, **several)
-    parser.add_argument("--vocab", type=int, **several)
-    parser.add_argument("--model", choices=MODELS, help="hidden width and vocabulary of a published head", **several)
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16" if cuda else "float32"
-    )
-    parser.add_argument("--ignored", type=float, default=0.0, help="share of the targets that are ignored")
-    parser.add_argument("--budgets", type=budget, default=[], metavar="MIB", help="memory budgets, or min", **several)
-    parser.add_argument(
-        "--peers", default="all", help=f"all, none, or some of {','.join(peers.PEERS | peers.SHARDED)}"
-    )
-    parser.add_argument("--repeat", type=int, default=15 if cuda else 5)
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--picture", type=Path, help="file for a picture of time against memory")
+    add = parser.add_argument
+    add("--shape", type=shape, default=[], help="tokens x hidden width x classes: 8192x4096x128256", **several)
+    add("--tokens", type=int, default=[], help="with each head of --model, or of --hidden and --vocab", **several)
+    add("--hidden", type=int, default=[], **several)
+    add("--vocab", type=int, default=[], **several)
+    add("--model", choices=MODELS, default=[], help="hidden width and classes of a published head", **several)
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16" if cuda else "float32")
+    add("--ignored", type=float, default=0.0, help="share of the targets that are ignored")
+    add("--budgets", type=budget, default=[], metavar="MIB", help="memory budgets in MiB, or min", **several)
+    add("--peers", type=chosen, default=known, metavar="NAME,NAME", help=f"all, none, or of {', '.join(known)}")
+    add("--repeat", type=int, default=15 if cuda else 5)
+    add("--json", type=Path, help="file for all figures")
+    add("--picture", type=Path, help="file for a picture of time against memory")
     args = parser.parse_args(arguments)
     if args.picture and importlib.util.find_spec("matplotlib") is None:
         parser.error("--picture needs matplotlib: pip install matplotlib")
-    if not args.shape or args.tokens or args.hidden or args.vocab or args.model:
-        tokens, width, vocab = (8192, 4096, 128256) if cuda else (2048, 512, 32768)
-        heads = [MODELS[model] for model in args.model or []]
+    if args.tokens or args.hidden or args.vocab or args.model or not args.shape:
+        n, d, v = (8192, 4096, 128256) if cuda else (2048, 512, 32768)
+        heads = [MODELS[model] for model in args.model]
         if args.hidden or args.vocab or not heads:
-            heads += itertools.product(args.hidden or [width], args.vocab or [vocab])
-        args.shape = args.shape + [(n, *head) for n in args.tokens or [tokens] for head in heads]
+            heads += itertools.product(args.hidden or [d], args.vocab or [v])
+        args.shape += [(tokens, *head) for tokens in args.tokens or [n] for head in heads]
     return args
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     machine = Machine()
-    results = {shape: rows_of(args, machine.ranks) for shape in args.shape}
-    steps = turns(args) * sum(map(len, results.values()))
-    with tqdm(total=steps, disable=machine.rank > 0) as bar:
-        for shape, rows in results.items():
+    rows_a_shape = len(rows_of(args, machine.ranks))
+    results: Results = {}
+    with tqdm(total=len(args.shape) * rows_a_shape * turns(args), disable=machine.rank > 0) as bar:
+        for shape in args.shape:
+            rows = rows_of(args, machine.ranks)
             run(rows, shape, args, machine, bar)
+            results[shape] = rows
             if machine.rank == 0:
                 bar.write(table(shape, rows, args, machine))
                 if args.json:
                     save(args.json, results, args, machine)
     if machine.rank == 0 and args.picture:
         picture(args.picture, results, machine)
-    if machine.ranks > 1:
-        # gloo's ranks must not leave while another still works
-        dist.barrier()
-        dist.destroy_process_group()
+    machine.leave()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +25,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.syspath_prepend(str(LAUNCH))
-    for name in ("benchmark", "peers"):
+    for name in ("benchmark", "comparison", "machine", "peers"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("benchmark")
 
@@ -41,7 +43,7 @@ def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys, benchmark) -> None:
     monkeypatch.setitem(benchmark.peers.PEERS, "broken", broken)
     path, picture = tmp_path / "new" / "figures.json", tmp_path / "picture.png"
     drawn = ["--picture", str(picture)] if importlib.util.find_spec("matplotlib") else []
-    options = ["--shape", "33x16x301", "--ignored", "0.2", "--repeat", "3", "--peers", "broken,pytorch,nonesuch"]
+    options = ["--shape", "33x16x301", "--ignored", "0.2", "--repeat", "3", "--peers", "broken,pytorch"]
     benchmark.main([*options, "--json", str(path), *drawn])
 
     found, rows = figures(path)
@@ -49,7 +51,6 @@ def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys, benchmark) -> None:
     assert found["arguments"]["repeat"] == 3
     # a peer that fails is a row that says why, and the next one runs
     assert rows["broken"]["failure"] == "ImportError: no such peer"
-    assert rows["nonesuch"]["failure"].startswith("ValueError: known on 1 ranks: pytorch")
     printed = capsys.readouterr().out
     assert "ImportError: no such peer" in printed
     for name in ("cce_dist", "pytorch"):
@@ -72,6 +73,8 @@ def test_shapes_come_from_all_flags(benchmark) -> None:
     assert args.shape == [(1, 2, 3), *((n, *head) for n in (8, 9, 10) for head in heads)]
     assert args.budgets == ["min", 3 << 19]
     assert benchmark.parse([]).shape == [(2048, 512, 32768)]
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--peers", "pytorch,nonesuch"])
 
 
 def test_memory_on_a_cpu_is_that_of_the_tensors(benchmark) -> None:
@@ -91,3 +94,23 @@ def test_memory_on_a_cpu_is_that_of_the_tensors(benchmark) -> None:
     weight.requires_grad_()
     peak = benchmark.Machine().peak(lambda: loss(hidden, weight, targets).backward())
     assert peak == pytest.approx(3 * 64 * 1000 * 4, rel=0.01)
+
+
+def test_two_ranks_share_the_vocabulary(tmp_path) -> None:
+    path = tmp_path / "figures.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--shape", "33x16x601", "--repeat", "2", "--peers", "megatron,pytorch", "--json", str(path)]
+    outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = outer | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(LAUNCH.parent)}
+    subprocess.run([*launcher, str(LAUNCH / "benchmark.py"), *options], check=True, env=environment, timeout=120)
+    found, rows = figures(path)
+    assert found["ranks"] == 2
+    # PyTorch's whole logits have no slice
+    assert "pytorch" not in rows
+    for name, ranks in (("cce_dist, 1 rank", 1), ("cce_dist", 2), ("megatron", 2)):
+        row = rows[name]
+        assert row["failure"] is None
+        assert row["ratio"] == pytest.approx(
+            statistics.median(row["seconds"]) / (statistics.median(row["floor_seconds"]) / ranks)
+        )
+        assert all(error < 1e-5 for error in row["errors"].values())
