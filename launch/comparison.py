@@ -104,6 +104,9 @@ def picture(path: Path, results: Results, machine: Machine) -> None:
         axes.set(xscale="log", yscale="log", xlabel="peak beyond the inputs, gradients included (MiB)")
         axes.set(ylabel="forward and backward, to the floor", title=" x ".join(map(str, shape)))
         axes.grid(alpha=0.3, which="both")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
         axes.legend()
     figure.suptitle(f"{machine.name()} x {machine.ranks}, torch {torch.__version__}")
     path.parent.mkdir(parents=True, exist_ok=True)

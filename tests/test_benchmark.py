@@ -96,6 +96,7 @@ def test_memory_on_a_cpu_is_that_of_the_tensors(benchmark) -> None:
     assert peak == pytest.approx(3 * 64 * 1000 * 4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_vocabulary(tmp_path) -> None:
     path = tmp_path / "figures.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
