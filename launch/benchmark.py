@@ -1,31 +1,32 @@
-"""Time and memory of the loss beside PyTorch's own, against the floor that the same run measures.
+"""Time, memory and accuracy of the loss beside other implementations, against the floor that the same run measures.
 
-    python launch/benchmark.py --tokens 8192 --hidden 4096 --vocab 128256
-    torchrun --nproc-per-node 2 launch/benchmark.py --tokens 8192 --hidden 4096 --vocab 128256
+    python launch/benchmark.py --tokens 8192 --model llama-3-8b gemma-2-2b --budgets min 512 2048 --picture out.png
+    torchrun --nproc-per-node 2 launch/benchmark.py --shape 8192x4096x128256
+    python launch/benchmark.py --shape 2048x512x32768 --dtype float32
 
-The floor is what the library's matrix products take for the operations that a method needs: the three products of
-the materialised path back to back (6NVD operations), and 8/6 of it for a method that computes the logits twice.
-Each row takes turns with the floor, and its ratio is to the floor's times in those turns: a chip's clock follows its
-power, and a row that waits for memory leaves the next one a cooler chip. Peaks are the allocator's, beyond the
-inputs, gradients included. Under torchrun each rank holds its slice of the vocabulary, and the floor is divided by
-the number of ranks.
+The floor is what the library's matrix products take: the three products of the materialised path back to back (6NVD
+operations), and the first of them (2NVD) for a forward alone. A chip's clock wanders, so every row takes turns with
+the floor, and its ratios are to the median of its own floor turns. Peaks are the allocator's, beyond the inputs,
+gradients included. Errors are relative norms against fp64 on a smaller problem of the same width, half of whose
+tokens are confident. Under torchrun each rank holds its slice of the vocabulary, the floor is divided by the number
+of ranks, and the slowest rank counts. A row that fails says why, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import time
+import importlib.util
+import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from comparison import Results, Row, picture, save, table
+from machine import Machine
 from tqdm import tqdm
 
 from cce_dist import VocabShard, linear_cross_entropy, reference
@@ -37,88 +38,38 @@ MODELS = {
     "gemma-2-2b": (2304, 256000),
     "deepseek-v3": (7168, 129280),
 }
+METHODS = ("recompute", "cached", "fused")
+# steps before the first that counts: kernels are compiled and tuned
+WARMUP = 3
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Shape = tuple[int, int, int]
 
 
-@dataclass
-class Case:
-    """One row of the table."""
-
-    name: str
-    products: int
-    step: Callable[[], torch.Tensor]
-    forward: Callable[[], torch.Tensor] | None = None
-    # drops the gradients of the last step
-    clear: Callable[[], None] = lambda: None
-    ranks: int = 1
-    seconds: list[float] = field(default_factory=list)
-    forward_seconds: list[float] = field(default_factory=list)
-    # the three products', in turns with this row
-    floor_seconds: list[float] = field(default_factory=list)
-    peak: int = 0
-
-
-class Machine:
-    """Clocks and memory of the device at hand."""
-
-    def __init__(self) -> None:
-        self.cuda = torch.cuda.is_available()
-        self.rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.device = torch.device("cuda", self.rank) if self.cuda else torch.device("cpu")
-        if self.cuda:
-            torch.cuda.set_device(self.device)
-            self.ballast = torch.randn(10240, 10240, device=self.device, dtype=torch.bfloat16)
-
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.cuda else "CPU"
-
-    def seconds(self, function: Callable[[], Any]) -> float:
-        if not self.cuda:
-            start = time.perf_counter()
-            function()
-            return time.perf_counter() - start
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        # work ahead in the queue, as in training: the device is timed, not the host's launches, and every row finds
-        # the chip as warm, whatever ran before it
-        for _ in range(8):
-            torch.mm(self.ballast, self.ballast)
-        begin.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    def peak(self, function: Callable[[], Any]) -> int:
-        """Bytes that the allocator held at most beyond what it held before; 0 on CPUs, where nothing counts them."""
-        if not self.cuda:
-            function()
-            return 0
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        function()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-
-def inputs(args: argparse.Namespace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(shape: Shape, args: argparse.Namespace, device: torch.device, confident: bool = False) -> Tensors:
     """The same on every rank: hidden [N, D], weight [V, D], targets [N]."""
+    tokens, width, vocab = shape
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, args.dtype)
     # logits of a trained model's size: standard deviation about 2
-    scale = 2.0**0.5 * args.hidden**-0.25
-    hidden = (torch.randn(args.tokens, args.hidden, device=device, generator=generator) * scale).to(dtype)
-    weight = torch.empty(args.vocab, args.hidden, device=device, dtype=dtype)
+    scale = 2.0**0.5 * width**-0.25
+    hidden = torch.randn(tokens, width, device=device, generator=generator) * scale
+    weight = torch.empty(vocab, width, device=device, dtype=dtype)
     for rows in weight.split(16384):
         rows.copy_(torch.randn(rows.shape, device=device, generator=generator) * scale)
-    targets = torch.randint(args.vocab, (args.tokens,), device=device, generator=generator)
-    targets[torch.rand(args.tokens, device=device, generator=generator) < args.ignored] = -100
-    return hidden, weight, targets
+    targets = torch.randint(vocab, (tokens,), device=device, generator=generator)
+    if confident:
+        # raises the logit of every second token's target by up to 20
+        rise = torch.linspace(0, 20, len(hidden[::2]), device=device) / (2 * width**0.5)
+        hidden[::2] += weight[targets[::2]].float() * rise[:, None]
+    targets[torch.rand(tokens, device=device, generator=generator) < args.ignored] = -100
+    return hidden.to(dtype), weight, targets
 
 
-def floor_of(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> Callable[[], torch.Tensor]:
+def floor_of(hidden: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.Tensor]:
     """The three products of the materialised path, a chunk of tokens at a time, into memory that is there already."""
-    n, vocab = min(chunk, len(hidden)), len(weight)
+    vocab = len(weight)
+    n = max(1, min(len(hidden), (1 << 31) // vocab))
     logits = torch.empty(n, vocab, dtype=hidden.dtype, device=hidden.device)
     d_hidden, d_weight = torch.empty_like(hidden[:n]), torch.empty_like(weight)
     # random data: a chip runs faster on zeros
@@ -135,141 +86,187 @@ def floor_of(hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> Callable
     return run
 
 
-def training_step(
-    loss: Callable[..., torch.Tensor], hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], Callable[[], None]]:
-    """(forward and backward, forward alone, clear). Gradients are made anew each time, as with ``set_to_none``."""
-    e, c = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+class Problem:
+    """A shape's inputs, its floor, and the smaller problem whose truth is known."""
 
-    def clear() -> None:
+    def __init__(self, shape: Shape, args: argparse.Namespace, machine: Machine) -> None:
+        tokens, width, vocab = shape
+        self.vocab, self.repeat, self.machine = vocab, args.repeat, machine
+        self.tensors = inputs(shape, args, machine.device)
+        self.floor = floor_of(*self.tensors[:2])
+        self.small = inputs((min(tokens, 2048), width, min(vocab, 32768)), args, machine.device, confident=True)
+        e, c = (x.double().requires_grad_() for x in self.small[:2])
+        loss = reference.linear_cross_entropy(e, c, self.small[2])
+        self.truth: Tensors = (loss.detach(), *torch.autograd.grad(loss, (e, c)))  # type: ignore[assignment]
+
+    def measure(self, row: Row, tick: Callable[[], object]) -> None:
+        machine = self.machine
+        row.errors = self.errors(row)
+        tick()
+        loss, (e, c, t) = self.local(row, self.tensors)
+        e, c = e.detach().requires_grad_(), c.detach().requires_grad_()
+
+        def step() -> None:
+            # gradients are made anew each time, as with set_to_none
+            e.grad = c.grad = None
+            loss(e, c, t).backward()
+
+        def forward() -> None:
+            # without requires_grad: some compute gradients in forward, even where none are wanted
+            with torch.no_grad():
+                loss(e.detach(), c.detach(), t)
+
+        for function in (step, forward, self.floor):
+            for _ in range(WARMUP if machine.cuda else 1):
+                function()
         e.grad = c.grad = None
+        row.peak = machine.peak(step)
+        tick()
+        for _ in range(self.repeat):
+            row.floor_seconds.append(machine.seconds(self.floor))
+            row.seconds.append(machine.seconds(step))
+            row.forward_seconds.append(machine.seconds(forward))
+            tick()
 
-    def step() -> torch.Tensor:
-        clear()
-        value = loss(e, c, targets)
+    def local(self, row: Row, tensors: Tensors) -> tuple[peers.Loss, Tensors]:
+        """The row's loss, and the tensors with the part of the weight that it gets on this rank."""
+        hidden, weight, targets = tensors
+        shard = self.shard(row, len(weight))
+        rows = weight if shard is None else weight[shard.start : shard.stop].clone()
+        return row.make(shard), (hidden, rows, targets)
+
+    def shard(self, row: Row, vocab: int) -> VocabShard | None:
+        if row.ranks == 1:
+            return None
+        # the loss has the same bits for every group size where shards are whole tiles; peers want equal shards
+        return VocabShard.even(vocab, dist.group.WORLD, multiple_of=1 if row.kind == "peer" else 256)
+
+    def errors(self, row: Row) -> dict[str, float]:
+        loss, (e, c, t) = self.local(row, self.small)
+        e, c = e.detach().requires_grad_(), c.detach().requires_grad_()
+        value = loss(e, c, t)
         value.backward()
-        return value
+        true_loss, true_e, true_c = self.truth
+        shard = self.shard(row, len(true_c))
+        if shard is not None:
+            true_c = true_c[shard.start : shard.stop]
 
-    def forward() -> torch.Tensor:
-        with torch.no_grad():
-            return loss(e, c, targets)
+        def error(got: torch.Tensor | None, true: torch.Tensor) -> float:
+            assert got is not None
+            return self.machine.largest(((got.double() - true).norm() / true.norm()).item())
 
-    return step, forward, clear
-
-
-def eager(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy((hidden @ weight.T).float(), targets)
-
-
-def measure(cases: list[Case], floor: Case, machine: Machine, repeat: int) -> None:
-    everything = [floor, *cases]
-    for case in everything:
-        for _ in range(3):
-            case.step()
-        case.clear()
-        case.peak = machine.peak(case.step)
-        case.clear()
-    progress = tqdm(total=repeat * len(cases), desc="rounds", disable=machine.rank > 0)
-    for case in cases:
-        for _ in range(repeat):
-            if dist.is_initialized():
-                dist.barrier()
-            case.floor_seconds.append(machine.seconds(floor.step))
-            case.seconds.append(machine.seconds(case.step))
-            if case.forward is not None:
-                case.forward_seconds.append(machine.seconds(case.forward))
-            progress.update()
-    progress.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--model", choices=MODELS, help="hidden width and vocabulary of a published head")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--ignored", type=float, default=0.0, help="share of the targets that are ignored")
-    parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True, help="PyTorch's whole logits")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    args = parser.parse_args()
-    if args.model:
-        args.hidden, args.vocab = MODELS[args.model]
-
-    machine = Machine()
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world > 1:
-        dist.init_process_group(
-            "nccl" if machine.cuda else "gloo", device_id=machine.device if machine.cuda else None
-        )
-    hidden, weight, targets = inputs(args, machine.device)
-    chunk = max(1, min(args.tokens, (1 << 31) // args.vocab))
-    floor = Case("library's products", 3, floor_of(hidden, weight, chunk))
-    cases = [Case("cce_dist", 4, *training_step(linear_cross_entropy, hidden, weight, targets))]
-    if world > 1:
-        shard = VocabShard.even(args.vocab, dist.group.WORLD, multiple_of=256)
-
-        def sharded(e: torch.Tensor, c: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-            return linear_cross_entropy(e, c, t, shard=shard)
-
-        rows = weight[shard.start : shard.stop].clone()
-        cases.append(Case(f"cce_dist, {world} ranks", 4, *training_step(sharded, hidden, rows, targets), ranks=world))
-    if args.eager and world == 1:
-        cases.append(Case("PyTorch", 3, *training_step(eager, hidden, weight, targets)))
-    losses = [case.step().item() for case in cases]
-    truth = reference.linear_cross_entropy(hidden[:1024], weight, targets[:1024], dtype=torch.float32).item()
-    check = linear_cross_entropy(hidden[:1024], weight, targets[:1024]).item()
-    measure(cases, floor, machine, args.repeat)
-    report(args, machine, world, cases, losses, abs(check - truth) / max(abs(truth), 1e-9))
-    if world > 1:
-        # gloo's ranks must not leave while another still works
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-def report(
-    args: argparse.Namespace,
-    machine: Machine,
-    world: int,
-    cases: list[Case],
-    losses: list[float],
-    error: float,
-) -> None:
-    if machine.rank > 0:
-        return
-    three = statistics.median(cases[0].floor_seconds)
-    flop = 6 * args.tokens * args.vocab * args.hidden
-    print(
-        f"{machine.name()} x {world}, torch {torch.__version__}, {args.tokens} x {args.hidden} x {args.vocab}", end=""
-    )
-    print(f" {args.dtype}, {args.ignored:.0%} ignored; median of {args.repeat}")
-    print(f"library's products: {flop / three / 1e12:.0f} TFLOP/s, 6NVD in {three * 1e3:.2f} ms")
-    print(f"relative error of the loss of 1024 tokens against fp32 logits: {error:.1e}")
-    print(f"{'':24} {'ms':>9} {'to floor':>9} {'forward':>9} {'to floor':>9} {'peak GiB':>9}  loss")
-    rows: list[dict[str, Any]] = []
-    for case, loss in zip(cases, losses, strict=True):
-        both, forward = statistics.median(case.seconds), statistics.median(case.forward_seconds)
-        three = statistics.median(case.floor_seconds)
-        ratio = both / (three * case.products / 3 / case.ranks)
-        forward_ratio = forward / (three / 3 / case.ranks)
-        print(f"{case.name:24} {both * 1e3:9.2f} {ratio:9.3f} {forward * 1e3:9.2f} {forward_ratio:9.3f}", end="")
-        print(f" {case.peak / 2**30:9.3f}  {loss:.7f}")
-        row = {k: v for k, v in asdict(case).items() if k not in ("step", "forward", "clear")}
-        rows.append({**row, "ratio": ratio, "forward_ratio": forward_ratio, "loss": loss})
-    if world > 1:
-        one, many = (statistics.median(case.seconds) for case in cases[:2])
-        print(f"{world} ranks take {many / one:.3f} of one")
-    if args.json:
-        figures: dict[str, Any] = {
-            "machine": machine.name(),
-            "ranks": world,
-            "torch": torch.__version__,
+        return {
+            "loss": error(value.detach(), true_loss),
+            "d_hidden": error(e.grad, true_e),
+            "d_weight": error(c.grad, true_c),
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({**figures, "arguments": vars(args) | {"json": None}, "cases": rows}, indent=1)
-        )
+
+
+def ours(**options: Any) -> peers.Make:
+    given = {name: value for name, value in options.items() if value is not None}
+
+    def make(shard: VocabShard | None) -> peers.Loss:
+        return lambda e, c, t: linear_cross_entropy(e, c, t, shard=shard, **given)
+
+    return make
+
+
+def rows_of(args: argparse.Namespace, ranks: int) -> list[Row]:
+    rows = [Row("cce_dist", ours(), "method", ranks)]
+    if ranks > 1:
+        rows.insert(0, Row("cce_dist, 1 rank", ours(), "method"))
+    rows += [Row(method, ours(method=method), "method", ranks) for method in METHODS]
+    for budget in args.budgets:
+        name = "min" if budget == "min" else f"{budget / 2**20:g} MiB"
+        rows.append(Row(f"budget {name}", ours(memory_budget=budget), "budget", ranks))
+    known = peers.PEERS if ranks == 1 else peers.SHARDED
+    return rows + [Row(name, known[name], "peer", ranks) for name in known if name in args.peers]
+
+
+def run(rows: list[Row], shape: Shape, args: argparse.Namespace, machine: Machine, bar: tqdm[Any]) -> None:
+    problem = None
+    for row in rows:
+        bar.set_postfix_str(row.name)
+        before = bar.n
+        try:
+            problem = problem or Problem(shape, args, machine)
+            problem.measure(row, bar.update)
+        # whatever another library may raise is that row's result
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            row.failure = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        bar.update(before + turns(args) - bar.n)
+        # a device that failed may fail again
+        with suppress(RuntimeError):
+            machine.forget()
+
+
+def turns(args: argparse.Namespace) -> int:
+    """Of the progress bar, for a row: its errors, its peak, and each round."""
+    return 2 + args.repeat
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    def shape(text: str) -> Shape:
+        tokens, width, vocab = map(int, text.split("x"))
+        return tokens, width, vocab
+
+    def budget(text: str) -> int | str:
+        return text if text == "min" else int(float(text) * 2**20)
+
+    known = list(dict.fromkeys([*peers.PEERS, *peers.SHARDED]))
+
+    def chosen(text: str) -> list[str]:
+        names = {"all": known, "none": []}.get(text, text.split(","))
+        if unknown := set(names).difference(known):
+            raise argparse.ArgumentTypeError(f"no {', '.join(sorted(unknown))} among {', '.join(known)}")
+        return names
+
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    several: Any = {"nargs": "+", "action": "extend"}
+    add = parser.add_argument
+    add("--shape", type=shape, default=[], help="tokens x hidden width x classes: 8192x4096x128256", **several)
+    add("--tokens", type=int, default=[], help="with each head of --model, or of --hidden and --vocab", **several)
+    add("--hidden", type=int, default=[], **several)
+    add("--vocab", type=int, default=[], **several)
+    add("--model", choices=MODELS, default=[], help="hidden width and classes of a published head", **several)
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16" if cuda else "float32")
+    add("--ignored", type=float, default=0.0, help="share of the targets that are ignored")
+    add("--budgets", type=budget, default=[], metavar="MIB", help="memory budgets in MiB, or min", **several)
+    add("--peers", type=chosen, default=known, metavar="NAME,NAME", help=f"all, none, or of {', '.join(known)}")
+    add("--repeat", type=int, default=15 if cuda else 5)
+    add("--json", type=Path, help="file for all figures")
+    add("--picture", type=Path, help="file for a picture of time against memory")
+    args = parser.parse_args(arguments)
+    if args.picture and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib: pip install matplotlib")
+    if args.tokens or args.hidden or args.vocab or args.model or not args.shape:
+        n, d, v = (8192, 4096, 128256) if cuda else (2048, 512, 32768)
+        heads = [MODELS[model] for model in args.model]
+        if args.hidden or args.vocab or not heads:
+            heads += itertools.product(args.hidden or [d], args.vocab or [v])
+        args.shape += [(tokens, *head) for tokens in args.tokens or [n] for head in heads]
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    machine = Machine()
+    rows_a_shape = len(rows_of(args, machine.ranks))
+    results: Results = {}
+    with tqdm(total=len(args.shape) * rows_a_shape * turns(args), disable=machine.rank > 0) as bar:
+        for shape in args.shape:
+            rows = rows_of(args, machine.ranks)
+            run(rows, shape, args, machine, bar)
+            results[shape] = rows
+            if machine.rank == 0:
+                bar.write(table(shape, rows, args, machine))
+                if args.json:
+                    save(args.json, results, args, machine)
+    if machine.rank == 0 and args.picture:
+        picture(args.picture, results, machine)
+    machine.leave()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""launch/benchmark.py end to end on a tiny problem: rows that fail, ratios to the row's own floor, files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm")
+LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.syspath_prepend(str(LAUNCH))
+    for name in ("benchmark", "comparison", "machine", "peers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("benchmark")
+
+
+def figures(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    found = json.loads(path.read_text())
+    (shape,) = found["shapes"]
+    return found, {row["name"]: row for row in shape["rows"]}
+
+
+def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys, benchmark) -> None:
+    def broken(_: object) -> Any:
+        raise ImportError("no such peer\nand more about it")
+
+    monkeypatch.setitem(benchmark.peers.PEERS, "broken", broken)
+    path, picture = tmp_path / "new" / "figures.json", tmp_path / "picture.png"
+    drawn = ["--picture", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    options = ["--shape", "33x16x301", "--ignored", "0.2", "--repeat", "3", "--peers", "broken,pytorch"]
+    benchmark.main([*options, "--json", str(path), *drawn])
+
+    found, rows = figures(path)
+    assert found["versions"]["torch"]
+    assert found["arguments"]["repeat"] == 3
+    # a peer that fails is a row that says why, and the next one runs
+    assert rows["broken"]["failure"] == "ImportError: no such peer"
+    printed = capsys.readouterr().out
+    assert "ImportError: no such peer" in printed
+    for name in ("cce_dist", "pytorch"):
+        row = rows[name]
+        assert row["failure"] is None
+        times = [row[kind] for kind in ("floor_seconds", "seconds", "forward_seconds")]
+        assert [len(turns) for turns in times] == [3, 3, 3]
+        floor, both, forward = map(statistics.median, times)
+        assert row["ratio"] == pytest.approx(both / floor)
+        assert row["forward_ratio"] == pytest.approx(forward / (floor / 3))
+        assert all(error < 1e-5 for error in row["errors"].values())
+        assert f"\n{name} " in printed
+    assert picture.exists() == bool(drawn)
+
+
+def test_shapes_come_from_all_flags(benchmark) -> None:
+    flags = "--shape 1x2x3 --tokens 8 9 --tokens 10 --model llama-3-8b --hidden 5 --vocab 6 7 --budgets min 1.5"
+    args = benchmark.parse(flags.split())
+    heads = [(4096, 128256), (5, 6), (5, 7)]
+    assert args.shape == [(1, 2, 3), *((n, *head) for n in (8, 9, 10) for head in heads)]
+    assert args.budgets == ["min", 3 << 19]
+    assert benchmark.parse([]).shape == [(2048, 512, 32768)]
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--peers", "pytorch,nonesuch"])
+
+
+def test_memory_on_a_cpu_is_that_of_the_tensors(benchmark) -> None:
+    hidden, weight = torch.randn(64, 8), torch.randn(1000, 8)
+
+    def logits() -> torch.Tensor:
+        return (hidden @ weight.T).exp_()
+
+    assert benchmark.Machine().peak(logits) == 64 * 1000 * 4
+    # freed before the next is made
+    assert benchmark.Machine().peak(lambda: [logits().sum() for _ in range(3)]) == pytest.approx(
+        64 * 1000 * 4, abs=64
+    )
+    # the logits, their log-softmax and its gradient
+    targets = torch.zeros(64, dtype=torch.int64)
+    loss = benchmark.peers.pytorch(None)
+    weight.requires_grad_()
+    peak = benchmark.Machine().peak(lambda: loss(hidden, weight, targets).backward())
+    assert peak == pytest.approx(3 * 64 * 1000 * 4, rel=0.01)
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_vocabulary(tmp_path) -> None:
+    path = tmp_path / "figures.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--shape", "33x16x601", "--repeat", "2", "--peers", "megatron,pytorch", "--json", str(path)]
+    outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = outer | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(LAUNCH.parent)}
+    subprocess.run([*launcher, str(LAUNCH / "benchmark.py"), *options], check=True, env=environment, timeout=120)
+    found, rows = figures(path)
+    assert found["ranks"] == 2
+    # PyTorch's whole logits have no slice
+    assert "pytorch" not in rows
+    for name, ranks in (("cce_dist, 1 rank", 1), ("cce_dist", 2), ("megatron", 2)):
+        row = rows[name]
+        assert row["failure"] is None
+        assert row["ratio"] == pytest.approx(
+            statistics.median(row["seconds"]) / (statistics.median(row["floor_seconds"]) / ranks)
+        )
+        assert all(error < 1e-5 for error in row["errors"].values())
