@@ -269,7 +269,7 @@ class _Pending:
             self.add_weight(*self.last, scale, last=True)
         # before the results take their place
         self.last = self.buffer = self.low = None
-        these.e = these.e[:0]
+        these.e = these.e.new_empty(0)
         for reduction in self.reductions:
             if reduction is not None:
                 reduction.wait()
@@ -371,7 +371,7 @@ def _gradients(
     d_hidden = None
     if d_packed is not None:
         # before the result takes its place
-        these.e = e = e[:0]
+        del these, e
         if reduction is not None:
             reduction.wait()
         d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
@@ -413,7 +413,7 @@ def _walk_panels(
                 panel, e, count, scale, d_weight[columns], sums=sums, beside_collective=reduction is not None
             )
 
-    last = buffer = None
+    last = buffer = panel = sums = here = None
     for part, width, memory in _parts(e, d_weight, slice(start, num_v), plan):
         buffer = memory
         if buffer is None:
@@ -439,7 +439,8 @@ def _walk_panels(
     if last is not None:
         add_weight(*last)
     if kept is not None and factor is not None and len(e):
-        last = buffer = None
+        # their memory is needed
+        last = buffer = panel = sums = here = None
         if d_bias is not None:
             total = torch.zeros(start, dtype=factor.dtype, device=e.device)
             assert state.residual is not None
