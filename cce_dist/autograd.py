@@ -458,17 +458,22 @@ def _parts(
 ) -> Iterator[tuple[slice, int, torch.Tensor | None]]:
     """(columns, width of their panels, memory for a panel or None) of the parts that panels walk over.
 
-    ``plan.wide`` panels take the memory of the classifier's gradient that is written last: those columns then have
-    ``plan.panel`` wide panels of their own.
+    ``plan.wide`` panels take memory of the classifier's gradient that is not written yet: that of the columns that
+    are kept, whose product comes last, or else that of the last columns. These then have panels half as wide, and so
+    on down to ``plan.panel``, which have memory of their own.
     """
     n, d = e.shape
     start, stop = (columns.start, columns.stop) if n else (0, 0)
-    if plan.wide and d_weight is not None and d_weight.dtype == e.dtype:
-        split = (stop - cdiv(n * plan.wide, max(1, d))) // TILE_V * TILE_V
+    width = plan.wide if d_weight is not None and d_weight.dtype == e.dtype else 0
+    while width > plan.panel and start < stop:
+        rows = cdiv(n * width, max(1, d))
+        split = stop if columns.start >= rows else (stop - rows) // TILE_V * TILE_V
         if split > start:
-            memory = d_weight.view(-1)[split * d : split * d + n * plan.wide].view(n, plan.wide)
-            yield slice(start, split), plan.wide, memory
+            assert d_weight is not None
+            first = 0 if split == stop else split
+            yield slice(start, split), width, d_weight.view(-1)[first * d : first * d + n * width].view(n, width)
             start = split
+        width = width // (2 * TILE_V) * TILE_V
     if start < stop:
         yield slice(start, stop), plan.panel, None
 

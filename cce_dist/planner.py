@@ -17,8 +17,11 @@ PANEL_COLUMNS, NARROW_COLUMNS = 8192, 2048
 EPILOGUE = 384
 # of one token, beside its rows of D: ids, order, statistics, losses, upstream gradient and their temporaries
 TOKEN_BYTES = 112
-# the classifier's gradient in fp32 is read and written once a chunk: what that costs, in tokens of a product
-CHUNK_TOKENS = 160
+# the classifier's gradient in fp32 is read and written once a chunk: what that costs, in tokens of a product, by
+# docs/performance.md
+CHUNK_TOKENS = 720
+# likewise of panels half of PANEL_COLUMNS wide, in products
+NARROW_COST = 0.08
 METHODS = ("recompute", "cached", "fused")
 
 
@@ -121,52 +124,63 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
     if p.wide_range:
         whole = round_up(max(1, p.vocab), TILE_V)
         # the memory of a kept column is known: as many as fit, and one step of a tile at least
-        for most in (NARROW_COLUMNS, PANEL_COLUMNS):
-            none = _cached(p, TILE_V, most)
-            a_column = max(1, round_up(p.tokens, ROW_GROUP) * p.itemsize)
-            fits = TILE_V + max(0, limit - none.workspace) // a_column // TILE_V * TILE_V
-            found += [_cached(p, kept, most) for kept in {TILE_V, min(fits, whole)}]
-        found.append(_cached(p, whole, NARROW_COLUMNS))
+        least = _cached(p, TILE_V)
+        a_column = max(1, round_up(p.tokens, ROW_GROUP) * p.itemsize)
+        fits = TILE_V + max(0, limit - least.workspace) // a_column // TILE_V * TILE_V
+        found += [_cached(p, kept) for kept in sorted({TILE_V, min(fits, whole), whole})]
     if p.wide_range and p.scalar:
         found += [_fused(p, chunk) for chunk in (*range(1024, min(p.tokens, 1 << 16), 1024), p.tokens)]
     return found
 
 
 def _recompute(p: Problem, most: int) -> Plan:
-    rows = round_up(p.tokens, ROW_GROUP)
-    width = panel_width(p.tokens, p.hidden, p.vocab, most, p.tiles, p.device)
-    panel = rows * min(width, round_up(max(1, p.vocab), TILE_V)) * p.itemsize
-    # narrow panels touch the fp32 gradient of the hidden states often
-    slow = 0.02 * (PANEL_COLUMNS / width - 1)
-    wide, tail = 0, 1.0
-    if most < PANEL_COLUMNS and p.weight_grad:
-        wide = panel_width(p.tokens, p.hidden, p.vocab, PANEL_COLUMNS, p.tiles, p.device)
-        tail = rows * wide / (p.hidden * max(1, p.vocab))
-        wide, tail = (wide, tail) if tail < 1 else (0, 1.0)
-    return _plan(p, "recompute", width, 0, p.tokens, 4, 4 + slow * tail, _packed(p) + panel + 4 * p.vocab, wide=wide)
+    width, wide, own, slow = _panels(p, 0, most)
+    held = _packed(p) + own + 4 * p.vocab * p.weight_grad
+    return _plan(p, "recompute", width, wide, 0, p.tokens, 4, 4 + slow, held)
 
 
-def _cached(p: Problem, kept: int, most: int) -> Plan:
-    rows = round_up(p.tokens, ROW_GROUP)
-    kept = min(kept, p.vocab)
-    width = panel_width(p.tokens, p.hidden, max(1, p.vocab - kept), most, p.tiles, p.device)
-    panel = rows * min(width, round_up(p.vocab - kept, TILE_V)) * p.itemsize
+def _cached(p: Problem, kept: int) -> Plan:
+    rows, kept = round_up(p.tokens, ROW_GROUP), min(kept, p.vocab)
+    width, wide, own, slow = _panels(p, kept, NARROW_COLUMNS)
     sums = 4 * p.vocab + rows * p.hidden * _wide(p) if p.weight_grad else 0
     again = 1 - kept / max(1, p.vocab)
-    held = _packed(p) + rows * kept * p.itemsize + panel + sums
-    return _plan(p, "cached", width, kept, p.tokens, 3 + again, 3 + again, held)
+    held = _packed(p) + rows * round_up(kept, 64) * p.itemsize + own + sums
+    return _plan(p, "cached", width, wide, kept, p.tokens, 3 + again, 3 + (1 + slow) * again, held)
+
+
+def _panels(p: Problem, kept: int, most: int) -> tuple[int, int, int, float]:
+    """(width of panels with memory of their own, of those without or 0, bytes of the former, what narrow ones cost in
+    products) for the columns from ``kept``; see ``_parts`` in autograd.py."""
+    rows, columns = round_up(p.tokens, ROW_GROUP), max(1, p.vocab - kept)
+    width = panel_width(p.tokens, p.hidden, columns, most, p.tiles, p.device)
+    own = rows * min(width, round_up(p.vocab - kept, TILE_V)) * p.itemsize
+    narrow, wide = 1.0, 0
+    if p.weight_grad and most < PANEL_COLUMNS:
+        wide = panel_width(p.tokens, p.hidden, columns, PANEL_COLUMNS, p.tiles, p.device)
+        needed = cdiv(rows * wide, p.hidden)
+        if kept >= needed:
+            narrow, own = 0.0, 0
+        elif needed < columns and wide > width:
+            # half of the columns that the wide ones leave
+            narrow = needed / columns / 2
+        else:
+            wide = 0
+    # narrow panels touch the fp32 gradient of the hidden states often
+    return width, wide, own, narrow * NARROW_COST * (PANEL_COLUMNS / width - 1)
 
 
 def _fused(p: Problem, chunk: int) -> Plan:
     chunk = max(1, min(chunk, round_up(p.tokens, ROW_GROUP)))
     several = chunk < p.tokens
-    panel = chunk * p.vocab * p.itemsize
+    panel = chunk * round_up(p.vocab, 64) * p.itemsize
+    # the tiles' statistics live beside it
+    panel += 8 * chunk * cdiv(p.vocab, p.tiles.BLOCK_V)
     sums = 4 * p.vocab + chunk * p.hidden * _wide(p) if p.weight_grad else 0
     low = 2 * p.vocab * p.hidden if several and p.itemsize == 2 and p.weight_grad else 0
     cost = 3 + (CHUNK_TOKENS / chunk if several else 0)
     # a last chunk of few tokens reads the classifier for little
     cost += 0.5 * (-p.tokens % chunk) / max(1, p.tokens) if several else 0
-    return _plan(p, "fused", 0, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
+    return _plan(p, "fused", PANEL_COLUMNS, 0, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
 
 
 def _wide(p: Problem) -> int:
@@ -180,7 +194,7 @@ def _packed(p: Problem) -> int:
 
 
 def _plan(
-    p: Problem, method: str, panel: int, kept: int, chunk: int, products: float, cost: float, held: int, wide: int = 0
+    p: Problem, method: str, panel: int, wide: int, kept: int, chunk: int, products: float, cost: float, held: int
 ) -> Plan:
     gradients = p.itemsize * p.hidden * (p.tokens * p.hidden_grad + p.vocab * p.weight_grad)
     rows = round_up(p.tokens, ROW_GROUP)
