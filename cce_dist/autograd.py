@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -358,11 +359,10 @@ def _gradients(
     state = RowState(ids, row_max, log_sum, grad, entry, None if e.dtype == wide and kept is None else residual)
 
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-    d_bias = torch.empty_like(bias) if needs_bias else None
-    for gradient in (d_weight, d_bias):
-        if gradient is not None:
-            # padding, and everything where there is no token
-            gradient[len(these.c) if len(e) else 0 :] = 0
+    if d_weight is not None:
+        # padding, and everything where there is no token
+        d_weight[len(these.c) if len(e) else 0 :] = 0
+    d_bias = torch.zeros(len(weight), dtype=wide, device=e.device) if needs_bias else None
     d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
     factor = None
     if kept is not None:
@@ -375,7 +375,7 @@ def _gradients(
         if reduction is not None:
             reduction.wait()
         d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
-    return d_hidden, d_weight, d_bias
+    return d_hidden, d_weight, None if d_bias is None else (d_bias * scale).to(weight.dtype)
 
 
 def _walk_panels(
@@ -407,49 +407,57 @@ def _walk_panels(
             out=d_weight[columns] if kept is None else None, scale=scale,
         )  # fmt: skip
 
-    def add_weight(panel: torch.Tensor, columns: slice, sums: ClassSums | None) -> None:
+    def add_weight(panel: torch.Tensor, rows: slice, columns: slice, sums: ClassSums | None, **carry: Any) -> None:
         if d_weight is not None:
             weight_gradient(
-                panel, e, count, scale, d_weight[columns], sums=sums, beside_collective=reduction is not None
-            )
+                panel, e[rows], count, scale, d_weight[columns], sums=sums, row0=rows.start,
+                beside_collective=reduction is not None, **carry,
+            )  # fmt: skip
 
-    last = buffer = panel = sums = here = None
+    everything, later = slice(0, len(e)), None
+    buffer = low = panel = sums = None
     for part, width, memory in _parts(e, d_weight, slice(start, num_v), plan):
+        blocks = list(these.chunks(plan.rows)) if memory is None else [everything]
         buffer = memory
         if buffer is None:
-            buffer = e.new_empty(len(e), min(width, round_up(part.stop - part.start, TILE_V)))
+            buffer = e.new_empty(blocks[0].stop, min(width, round_up(part.stop - part.start, TILE_V)))
+        if len(blocks) > 1 and d_weight is not None and d_weight.dtype == torch.bfloat16:
+            low = torch.empty(buffer.shape[1], e.shape[1], dtype=torch.int16, device=e.device)
         sums = sum_classes(part)
         for v0 in range(part.start, part.stop, width):
             columns = slice(v0, min(v0 + width, part.stop))
-            panel = buffer[:, : columns.stop - v0]
-            panel_gradient(
-                e, c, these.bias, state, count, scale, panel,
-                v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
-            )  # fmt: skip
-            if d_packed is not None:
-                hidden_gradient(panel, c, count, d_packed, v0=v0, add=True)
-            here = None if sums is None else sums[v0 - part.start : columns.stop - part.start]
-            if columns.stop == num_v:
-                last = panel, columns, here
-            else:
-                add_weight(panel, columns, here)
+            for rows in blocks:
+                panel = buffer[: rows.stop - rows.start, : columns.stop - v0]
+                panel_gradient(
+                    e, c, these.bias, state, count, panel,
+                    row0=rows.start, v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
+                )  # fmt: skip
+                if d_packed is not None:
+                    hidden_gradient(panel, c, count, d_packed[rows], v0=v0, row0=rows.start, add=True)
+                last = rows.stop == len(e)
+                later = functools.partial(
+                    add_weight, panel, rows, columns,
+                    None if sums is None or rows.start else sums[v0 - part.start : columns.stop - part.start],
+                    low=None if low is None else low[: columns.stop - v0], add=rows.start > 0, last=last,
+                )  # fmt: skip
+                if not last or columns.stop < num_v:
+                    later()
+                    later = None
     if d_packed is not None:
         # under the products that are left. a rank without a class or a token takes part all the same
         reduction = all_reduce(d_packed, these.shard.group, async_op=True)  # collective
-    if last is not None:
-        add_weight(*last)
+    if later is not None:
+        later()
     if kept is not None and factor is not None and len(e):
         # their memory is needed
-        last = buffer = panel = sums = here = None
+        buffer = low = panel = sums = later = None
         if d_bias is not None:
-            total = torch.zeros(start, dtype=factor.dtype, device=e.device)
             assert state.residual is not None
-            _add_bias_gradient(total, kept, factor, state.targets, state.residual, count, col0)
-            d_bias[:start] = total * scale
+            _add_bias_gradient(d_bias[:start], kept, factor, state.targets, state.residual, count, col0)
         if d_weight is not None:
             sums = sum_classes(slice(0, start))
             torch.mul(e, factor[:, None], out=e)
-            add_weight(kept, slice(0, start), sums)
+            add_weight(kept, everything, slice(0, start), sums)
     return reduction
 
 

@@ -13,6 +13,8 @@ STATISTICS_BYTES = 32 << 20
 # a panel of so many columns reads and writes the fp32 gradient of the hidden states rarely enough, the other still
 # fills the device
 PANEL_COLUMNS, NARROW_COLUMNS = 8192, 2048
+# a panel of a part of the tokens: long enough for the product over its rows
+BLOCK_ROWS, BLOCK_COLUMNS = 16384, 7168
 # what a tile's epilogue costs, in columns of its reduction
 EPILOGUE = 384
 # of one token, beside its rows of D: ids, order, statistics, losses, upstream gradient and their temporaries
@@ -48,9 +50,10 @@ class Plan:
     """How a call is computed. Bytes; ``workspace`` excludes the inputs' gradients, ``peak`` includes them."""
 
     method: str
-    # columns of a panel that is computed again, of such a panel in memory where the classifier's gradient comes last
-    # (0: none), columns whose exponentials are kept, tokens of a chunk
+    # columns and rows of a panel that is computed again, columns of such a panel in memory where the classifier's
+    # gradient comes last (0: none), columns whose exponentials are kept, tokens of a chunk
     panel: int
+    rows: int
     wide: int
     kept: int
     chunk: int
@@ -134,29 +137,45 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
 
 
 def _recompute(p: Problem, most: int) -> Plan:
-    width, wide, own, slow = _panels(p, 0, most)
-    held = _packed(p) + own + 4 * p.vocab * p.weight_grad
-    return _plan(p, "recompute", width, wide, 0, p.tokens, 4, 4 + slow, held)
+    panels = _panels(p, 0, most)
+    held = _packed(p) + panels.own + 4 * p.vocab * p.weight_grad
+    return _plan(p, "recompute", panels, 0, p.tokens, 4, 4 + panels.slow, held)
 
 
 def _cached(p: Problem, kept: int) -> Plan:
     rows, kept = round_up(p.tokens, ROW_GROUP), min(kept, p.vocab)
-    width, wide, own, slow = _panels(p, kept, NARROW_COLUMNS)
+    panels = _panels(p, kept, NARROW_COLUMNS)
     sums = 4 * p.vocab + rows * p.hidden * _wide(p) if p.weight_grad else 0
     again = 1 - kept / max(1, p.vocab)
-    held = _packed(p) + rows * round_up(kept, 64) * p.itemsize + own + sums
-    return _plan(p, "cached", width, wide, kept, p.tokens, 3 + again, 3 + (1 + slow) * again, held)
+    held = _packed(p) + rows * round_up(kept, 64) * p.itemsize + panels.own + sums
+    return _plan(p, "cached", panels, kept, p.tokens, 3 + again, 3 + (1 + panels.slow) * again, held)
 
 
-def _panels(p: Problem, kept: int, most: int) -> tuple[int, int, int, float]:
-    """(width of panels with memory of their own, of those without or 0, bytes of the former, what narrow ones cost in
-    products) for the columns from ``kept``; see ``_parts`` in autograd.py."""
+@dataclass(frozen=True)
+class _Panels:
+    """Sizes as in a plan, the bytes of a panel's own memory, and what its size costs in products."""
+
+    width: int
+    rows: int
+    wide: int
+    own: int
+    slow: float
+
+
+def _panels(p: Problem, kept: int, most: int) -> _Panels:
+    """Panels for the columns from ``kept``; see ``_parts`` in autograd.py."""
     rows, columns = round_up(p.tokens, ROW_GROUP), max(1, p.vocab - kept)
-    width = panel_width(p.tokens, p.hidden, columns, most, p.tiles, p.device)
-    own = rows * min(width, round_up(p.vocab - kept, TILE_V)) * p.itemsize
+    block = rows
+    if p.tokens >= 2 * BLOCK_ROWS and p.wide_range:
+        # so many tokens are taken in turns, so that panels are wide and small
+        block, most = BLOCK_ROWS, BLOCK_COLUMNS
+    width = panel_width(block, p.hidden, columns, most, p.tiles, p.device)
+    own = block * min(width, round_up(p.vocab - kept, TILE_V)) * p.itemsize
+    if block < rows:
+        own += 2 * width * p.hidden * (p.itemsize == 2 and p.weight_grad)
     narrow, wide = 1.0, 0
-    if p.weight_grad and most < PANEL_COLUMNS:
-        wide = panel_width(p.tokens, p.hidden, columns, PANEL_COLUMNS, p.tiles, p.device)
+    if p.weight_grad and most < PANEL_COLUMNS and block == rows:
+        wide = panel_width(rows, p.hidden, columns, PANEL_COLUMNS, p.tiles, p.device)
         needed = cdiv(rows * wide, p.hidden)
         if kept >= needed:
             narrow, own = 0.0, 0
@@ -166,7 +185,7 @@ def _panels(p: Problem, kept: int, most: int) -> tuple[int, int, int, float]:
         else:
             wide = 0
     # narrow panels touch the fp32 gradient of the hidden states often
-    return width, wide, own, narrow * NARROW_COST * (PANEL_COLUMNS / width - 1)
+    return _Panels(width, block, wide, own, narrow * NARROW_COST * max(0.0, PANEL_COLUMNS / width - 1))
 
 
 def _fused(p: Problem, chunk: int) -> Plan:
@@ -180,7 +199,9 @@ def _fused(p: Problem, chunk: int) -> Plan:
     cost = 3 + (CHUNK_TOKENS / chunk if several else 0)
     # a last chunk of few tokens reads the classifier for little
     cost += 0.5 * (-p.tokens % chunk) / max(1, p.tokens) if several else 0
-    return _plan(p, "fused", PANEL_COLUMNS, 0, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
+    # for a second backward, which computes again
+    panels = _panels(p, 0, NARROW_COLUMNS)
+    return _plan(p, "fused", panels, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
 
 
 def _wide(p: Problem) -> int:
@@ -194,7 +215,7 @@ def _packed(p: Problem) -> int:
 
 
 def _plan(
-    p: Problem, method: str, panel: int, wide: int, kept: int, chunk: int, products: float, cost: float, held: int
+    p: Problem, method: str, panels: _Panels, kept: int, chunk: int, products: float, cost: float, held: int
 ) -> Plan:
     gradients = p.itemsize * p.hidden * (p.tokens * p.hidden_grad + p.vocab * p.weight_grad)
     rows = round_up(p.tokens, ROW_GROUP)
@@ -202,4 +223,6 @@ def _plan(
     # the packed hidden states make way for the gradient of the hidden states
     unpacking = (rows * _wide(p) + p.tokens * p.itemsize) * p.hidden if p.hidden_grad else 0
     peak = classifier + max(held, unpacking) + TOKEN_BYTES * rows
-    return Plan(method, panel, wide, kept, chunk, products, cost, max(0, peak - gradients), peak)
+    return Plan(
+        method, panels.width, panels.rows, panels.wide, kept, chunk, products, cost, max(0, peak - gradients), peak
+    )  # fmt: skip
