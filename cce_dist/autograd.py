@@ -398,13 +398,12 @@ def _walk_panels(
             hidden_gradient(kept, c, count, d_packed, v0=0, add=False)
         target_rows(c, state.targets, state.residual, d_packed, col0=col0, scale=factor)
 
-    def sum_classes(columns: slice) -> ClassSums | None:
-        """Where nothing is kept, the sums start the gradient in its own memory."""
+    def sum_classes(columns: slice, out: torch.Tensor | None) -> ClassSums | None:
         if d_weight is None:
             return None
         return class_sums(
             e, state.targets, state.residual, count, columns.stop - columns.start, col0=col0 + columns.start,
-            out=d_weight[columns] if kept is None else None, scale=scale,
+            out=out, scale=None if out is None else scale,
         )  # fmt: skip
 
     def add_weight(panel: torch.Tensor, rows: slice, columns: slice, sums: ClassSums | None, **carry: Any) -> None:
@@ -415,6 +414,8 @@ def _walk_panels(
             )  # fmt: skip
 
     everything, later = slice(0, len(e)), None
+    # where nothing is kept, the sums start the gradient in its own memory, a part at a time
+    whole = None if kept is None else sum_classes(slice(0, num_v), None)
     buffer = low = panel = sums = None
     for part, width, memory in _parts(e, d_weight, slice(start, num_v), plan):
         blocks = list(these.chunks(plan.rows)) if memory is None else [everything]
@@ -423,7 +424,10 @@ def _walk_panels(
             buffer = e.new_empty(blocks[0].stop, min(width, round_up(part.stop - part.start, TILE_V)))
         if len(blocks) > 1 and d_weight is not None and d_weight.dtype == torch.bfloat16:
             low = torch.empty(buffer.shape[1], e.shape[1], dtype=torch.int16, device=e.device)
-        sums = sum_classes(part)
+        if kept is not None:
+            sums = None if whole is None else whole[part]
+        elif d_weight is not None:
+            sums = sum_classes(part, d_weight[part])
         for v0 in range(part.start, part.stop, width):
             columns = slice(v0, min(v0 + width, part.stop))
             for rows in blocks:
@@ -450,14 +454,13 @@ def _walk_panels(
         later()
     if kept is not None and factor is not None and len(e):
         # their memory is needed
-        buffer = low = panel = sums = later = None
+        buffer = low = panel = later = None
         if d_bias is not None:
             assert state.residual is not None
             _add_bias_gradient(d_bias[:start], kept, factor, state.targets, state.residual, count, col0)
         if d_weight is not None:
-            sums = sum_classes(slice(0, start))
             torch.mul(e, factor[:, None], out=e)
-            add_weight(kept, everything, slice(0, start), sums)
+            add_weight(kept, everything, slice(0, start), None if whole is None else whole[slice(0, start)])
     return reduction
 
 

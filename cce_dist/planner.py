@@ -12,9 +12,9 @@ from .kernels.runtime import cdiv, round_up
 STATISTICS_BYTES = 32 << 20
 # a panel of so many columns reads and writes the fp32 gradient of the hidden states rarely enough, the other still
 # fills the device
-PANEL_COLUMNS, NARROW_COLUMNS = 8192, 2048
+PANEL_COLUMNS, NARROW_COLUMNS = 12288, 2048
 # a panel of a part of the tokens: long enough for the product over its rows
-BLOCK_ROWS, BLOCK_COLUMNS = 16384, 7168
+BLOCK_ROWS, BLOCK_COLUMNS = 16384, 8448
 # what a tile's epilogue costs, in columns of its reduction
 EPILOGUE = 384
 # of one token, beside its rows of D: ids, order, statistics, losses, upstream gradient and their temporaries
