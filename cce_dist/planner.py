@@ -14,7 +14,7 @@ STATISTICS_BYTES = 32 << 20
 # fills the device
 PANEL_COLUMNS, NARROW_COLUMNS = 12288, 2048
 # a panel of a part of the tokens: long enough for the product over its rows
-BLOCK_ROWS, BLOCK_COLUMNS = 16384, 8448
+BLOCK_ROWS, BLOCK_COLUMNS = 14336, 8448
 # what a tile's epilogue costs, in columns of its reduction
 EPILOGUE = 384
 # of one token, beside its rows of D: ids, order, statistics, losses, upstream gradient and their temporaries
