@@ -43,6 +43,19 @@ _HALF = {
     "cpu": Tiles(32, 64, 32, num_warps=4, num_stages=1, GROUP_N=2),
 }
 _SAME = {"sm_89": "sm_86", "sm_120": "sm_86", "sm_103": "sm_100", "gfx950": "gfx942", "gfx90a": "gfx942"}
+# multiprocessors of the usual part of each chip, to plan without one
+MULTIPROCESSORS = {
+    "sm_80": 108,  # A100
+    "sm_86": 84,  # A40, RTX A6000
+    "sm_89": 142,  # L40S, RTX 6000 Ada
+    "sm_90": 132,  # H100, H200
+    "sm_100": 148,  # B200
+    "sm_103": 148,  # B300
+    "sm_120": 188,  # RTX PRO 6000 Blackwell
+    "gfx90a": 104,  # MI210
+    "gfx942": 304,  # MI300X
+    "gfx950": 256,  # MI355X
+}
 # full-precision products run on the plain arithmetic units: a tile that fits their registers
 _SINGLE = Tiles(64, 64, 32, num_warps=4, num_stages=2)
 
