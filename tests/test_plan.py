@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 import cce_dist
 from cce_dist import Plan, VocabShard, functional, linear_cross_entropy, plan
 from cce_dist.__main__ import main
-from cce_dist.kernels.config import _HALF, _SAME, MULTIPROCESSORS
+from cce_dist.kernels import config, runtime
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -98,7 +100,7 @@ def test_what_a_plan_says() -> None:
 
 
 def test_devices(monkeypatch) -> None:
-    assert set(MULTIPROCESSORS) == (set(_HALF) | set(_SAME)) - {"cpu"}
+    assert set(config.MULTIPROCESSORS) == (set(config._HALF) | set(config._SAME)) - {"cpu"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert plan(8192, 4096, 128256) == plan(8192, 4096, 128256, device="sm_90")
     assert plan(8192, 4096, 128255, device="cpu") == plan(8192, 4096, 128255, device=torch.device("cpu"))
@@ -134,19 +136,13 @@ def test_bad_arguments(options, kind, message) -> None:
         plan(**given)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 _PLAN = ("plan", "--tokens", "65536", "--hidden", "2048", "--vocab", "128256")
 
 
-def test_plan_command() -> None:
-    done = run("-m", "cce_dist", *_PLAN, "--tp", "8", "--device", "sm_90")
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(
-        r"^(recompute|cached|fused) +(.*?)  +([\d.]+) +([\d.]+) +([\d,]+) +([\d,]+)(.*)", done.stdout, re.M
-    )
+def test_plan_command(capsys) -> None:
+    assert main([*_PLAN, "--tp", "8", "--device", "sm_90"]) == 0
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^(recompute|cached|fused) +(.*?)  +([\d.]+) +([\d.]+) +([\d,]+) +([\d,]+)(.*)", printed, re.M)
     assert {method for method, *_ in rows} == {"recompute", "cached", "fused"}
     (chosen,) = (row for row in rows if "chosen" in row[-1])
     planned = plan(65536, 2048, 128256, tp=8, device="sm_90")
@@ -154,6 +150,14 @@ def test_plan_command() -> None:
     assert [int(chosen[i].replace(",", "")) for i in (4, 5)] == [
         round(planned.workspace / MIB), round(planned.peak / MIB),
     ]  # fmt: skip
+
+
+def test_the_readme_shows_the_plan_commands_table(capsys) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (arguments,) = re.findall(r"^python -m cce_dist (plan .*)$", readme, re.M)
+    (shown,) = re.findall(r"```text\n(method.*?)\.\.\.\n```", readme, re.S)
+    assert main(arguments.split()) == 0
+    assert shown in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -192,11 +196,33 @@ def test_bad_arguments_of_the_plan_command(capsys, options, message) -> None:
     assert message in capsys.readouterr().err
 
 
-def test_check_command(capsys) -> None:
-    assert main(["check"]) == 0
-    printed = capsys.readouterr().out
-    assert "all good" in printed
-    assert cce_dist.__version__ in printed
+_WITHOUT_TRITON = """
+import runpy, sys
+import torch
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == "triton" or name.startswith("triton."):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocker())
+sys.argv = ["cce_dist", "check"]
+runpy.run_module("cce_dist", run_name="__main__")
+"""
+
+
+def test_check_command_without_triton() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TRITON],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        # small products: threads would wait for each other
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"cce_dist {cce_dist.__version__}, " in done.stdout
+    assert "no Triton" in done.stdout
+    assert "all good" in done.stdout
 
 
 def test_check_finds_what_is_wrong(monkeypatch, capsys) -> None:
@@ -215,3 +241,82 @@ def test_check_finds_what_is_wrong(monkeypatch, capsys) -> None:
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("37 x")]
     assert [row.endswith("ok") for row in rows] == ["recompute" in row for row in rows]
     assert any("RuntimeError: no such instruction" in row for row in rows)
+
+
+@pytest.fixture
+def tune(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("tqdm")
+    pytest.importorskip("triton", reason="needs Triton to compile the kernels")
+    if runtime.INTERPRETED:
+        pytest.skip("the interpreter has replaced the compiler")
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    for name in ("tune", "compiled", "machine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("tune")
+
+
+_SMALL = ("--block-n", "64", "--block-v", "64", "--block-d", "32", "--warps", "4", "--stages", "2")
+
+
+def test_tiles_compile_without_a_gpu(tune, capsys) -> None:
+    tune.main(["--compile-only", "sm_80", *_SMALL, "--products", "hidden", "added"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("sm_80, 163 KiB")
+    present, small = lines[2:]
+    assert [int(cell) for cell in small.split()[:6]] == [64, 64, 32, 4, 2, 8]
+    # shared memory in KiB, then registers of the two kernels
+    for row in (present, small):
+        shared, *registers = row.split()[6:]
+        assert 0 < int(shared) <= 163
+        assert all(0 < int(cell.split("+")[0]) <= 255 for cell in registers)
+        assert len(registers) == 2
+    assert int(small.split()[6]) < int(present.split()[6])
+
+
+def test_candidates_fit(tune) -> None:
+    args = tune.parse([])
+    for chip in ("sm_80", "sm_86", "sm_90", "gfx942"):
+        present, *others = tune.candidates(args, chip)
+        assert present == config.tiles_for(chip, torch.bfloat16)
+        assert others
+        assert all(config.TILE_V % tiles.BLOCK_V == 0 for tiles in others)
+        line = tune.line_of(chip, present)
+        assert line in Path(config.__file__).read_text()
+        assert eval("{" + line + "}", {"Tiles": config.Tiles}) == {chip: present}
+    with tune.in_use("sm_89", others[0]):
+        assert config.tiles_for("sm_89", torch.bfloat16) == others[0]
+    assert config.tiles_for("sm_89", torch.bfloat16) != others[0]
+
+
+def test_bad_tiles(tune, capsys) -> None:
+    for options in (["--block-v", "96"], ["--compile-only", "sm_12"]):
+        with pytest.raises(SystemExit) as stopped:
+            tune.parse(options)
+        assert stopped.value.code == 2
+    errors = capsys.readouterr().err
+    assert "96 does not divide 256" in errors
+    assert "no sm_12 among sm_80, " in errors
+
+
+def test_times_are_told_by_their_sum(tune, capsys, monkeypatch) -> None:
+    class Clock:
+        device = torch.device("cpu")
+
+        def name(self) -> str:
+            return "a chip"
+
+        def seconds(self, call: Any) -> float:
+            call()
+            # the narrower tile takes half of the time
+            return config.tiles_for("cpu", torch.float16).BLOCK_N / 32
+
+    args = tune.parse(["--shape", "40x24x300", "--dtype", "float16", "--repeat", "1", "--block-n", "16", *_SMALL[2:]])
+    monkeypatch.setattr(tune, "candidates", lambda args, chip: [config._HALF["cpu"], config.Tiles(16, 64, 32, 4, 1)])
+    tune.time_all(args, Clock())
+    table = capsys.readouterr().out.splitlines()
+    first, second = (line.split() for line in table[3:5])
+    assert first[0] == "16"
+    assert float(first[7]) == 0.5
+    assert second[0] == "32"
+    assert table[4].endswith("<- the present entry")
+    assert table[-1].strip() == '"cpu": Tiles(16, 64, 32, num_warps=4, num_stages=1),'
