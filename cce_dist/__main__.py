@@ -14,7 +14,7 @@ import torch
 from . import __version__, linear_cross_entropy, reference
 from .kernels import runtime
 from .kernels.runtime import multiprocessors, target_of, triton_serves
-from .planner import DTYPES, METHODS, REDUCTIONS, Plan, default_budget, plan, plan_request
+from .planner import DTYPES, METHODS, REDUCTIONS, Plan, chip_of, default_budget, plan, plan_request
 
 MIB = 1 << 20
 # a budget that bounds nothing
@@ -82,7 +82,7 @@ def plan_table(args: argparse.Namespace) -> str:
     budget = "min" if args.budget == "min" else f"{limit / MIB:,.0f} MiB{' (default)' if args.budget is None else ''}"
     lines = [
         f"{args.tokens:,} tokens x {args.hidden:,} x {args.vocab:,} classes{ranks}, {args.dtype}, {args.reduction}",
-        f"{args.device or 'device at hand, else sm_90'}: {problem.device} multiprocessors; budget {budget}",
+        f"{chip_of(args.device)[0]}, {problem.device} multiprocessors; budget {budget}",
         "",
         f"{'method':10} {'':32} {'products':>8} {'time':>6} {'workspace':>10} {'peak':>10}",
     ]

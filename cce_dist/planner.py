@@ -171,7 +171,7 @@ def plan_request(
 
     ``recorded`` says whether gradients are recorded at all.
     """
-    target, count = _chip(device)
+    target, count = chip_of(device)
     problem = Problem(
         tokens=tokens,
         hidden=hidden_size,
@@ -190,7 +190,7 @@ def plan_request(
     return problem, memory_budget if isinstance(memory_budget, int) else None, memory_budget == "min", method
 
 
-def _chip(device: torch.device | str | None) -> tuple[str, int]:
+def chip_of(device: torch.device | str | None) -> tuple[str, int]:
     """The chip that a device is or names, and its multiprocessors."""
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90"
