@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .kernels.config import TILE_V, Tiles
+import torch
+
+from .kernels.config import MULTIPROCESSORS, TILE_V, Tiles, tiles_for
 from .kernels.rows import ROW_GROUP
-from .kernels.runtime import cdiv, round_up
+from .kernels.runtime import cdiv, multiprocessors, round_up, target_of
 
 STATISTICS_BYTES = 32 << 20
 # a panel of so many columns reads and writes the fp32 gradient of the hidden states rarely enough, the other still
@@ -25,6 +27,8 @@ CHUNK_TOKENS = 720
 # likewise of panels half of PANEL_COLUMNS wide, in products
 NARROW_COST = 0.08
 METHODS = ("recompute", "cached", "fused")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
 
 
 @dataclass(frozen=True)
@@ -47,21 +51,169 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is computed. Bytes; ``workspace`` excludes the inputs' gradients, ``peak`` includes them."""
+    """How a call is computed, and what that takes. See :func:`plan`.
+
+    | field | unit | |
+    |---|---|---|
+    | method | | ``"recompute"``, ``"cached"`` or ``"fused"`` |
+    | panel | columns | of a panel that backward computes again; 0 where none is |
+    | rows | tokens | that take turns on such a panel |
+    | wide | columns | of such a panel in memory where the classifier's gradient is written last; 0 where none is |
+    | kept | columns | whose exponentials are kept from forward to backward |
+    | chunk | tokens | that are computed together |
+    | products | | matrix products of 2NVD operations, forward and backward |
+    | cost | | about how many products the time amounts to |
+    | workspace | bytes | beyond the inputs and their gradients: what ``memory_budget`` bounds |
+    | peak | bytes | beyond the inputs: workspace and gradients |
+    """
 
     method: str
-    # columns and rows of a panel that is computed again, columns of such a panel in memory where the classifier's
-    # gradient comes last (0: none), columns whose exponentials are kept, tokens of a chunk
     panel: int
     rows: int
     wide: int
     kept: int
     chunk: int
-    # matrix products of 2NVD operations, and about how many the time amounts to
     products: float
     cost: float
     workspace: int
     peak: int
+
+
+def plan(
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    tp: int = 1,
+    reduction: str = "mean",
+    memory_budget: int | str | None = None,
+    method: str | None = None,
+    hidden_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """The plan that :func:`cce_dist.linear_cross_entropy` makes for a call, without the call: nothing is allocated.
+
+    Args:
+        tokens: ``N``, all of them: ``hidden`` is ``[N, hidden_size]``, ignored tokens included.
+        hidden_size: ``D``.
+        vocab_size: classes of the whole vocabulary, whatever ``tp``: a rank's ``weight`` is about
+            ``[vocab_size / tp, hidden_size]``.
+        dtype: of ``hidden`` and ``weight``, under autocast what they are cast to.
+        tp: ranks that share the vocabulary. Sizes in the plan are those of one rank.
+        reduction, memory_budget, method: as in the call.
+        hidden_requires_grad, weight_requires_grad: what asks for a gradient. Where neither does, the plan is that of
+            a forward alone; the ranks of a group plan as if every weight did.
+        device: a ``torch.device``, its name, or the name of a chip that need not be there: ``"sm_90"`` (then with
+            the multiprocessors of its usual part, 132 for an H100 or H200). None: the current GPU, ``"sm_90"`` where
+            there is none.
+
+    Returns:
+        What is computed how, and the bytes it takes on each rank: ``workspace`` beyond the inputs and their
+        gradients, which ``memory_budget`` bounds, and ``peak`` beyond the inputs, gradients included: what the
+        allocator gives out at most over forward and backward. A bias and its gradient are not counted.
+
+    Raises:
+        ValueError: sizes below 1 (``tokens`` may be 0), an unknown reduction, method or device, ``"fused"`` with
+            ``"none"``, float16 with a method that keeps exponentials, a budget that nothing fits.
+        TypeError: arguments of the wrong type, a dtype that the loss does not take.
+    """
+    sizes = ("tokens", tokens, 0), ("hidden_size", hidden_size, 1), ("vocab_size", vocab_size, 1), ("tp", tp, 1)
+    for name, value, least in sizes:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    check_choice(dtype, reduction, memory_budget, method)
+    return make_plan(
+        *plan_request(
+            tokens, hidden_size, vocab_size, dtype, ranks=tp, device=device, reduction=reduction,
+            memory_budget=memory_budget, method=method, hidden_grad=hidden_requires_grad,
+            weight_grad=weight_requires_grad,
+        )
+    )  # fmt: skip
+
+
+def check_choice(dtype: torch.dtype, reduction: str, memory_budget: int | str | None, method: str | None) -> None:
+    """Raises where ``memory_budget`` or ``method`` is none that there is for these inputs."""
+    if method is not None and method not in METHODS:
+        raise ValueError(f"method must be None or one of {', '.join(METHODS)}; got {method!r}")
+    if method == "fused" and reduction == "none":
+        raise ValueError(
+            'method "fused" makes the gradients in forward, before each token\'s upstream gradient is known: '
+            'with reduction "none" use "cached" or "recompute"'
+        )
+    if method in ("cached", "fused") and dtype == torch.float16:
+        raise ValueError(f'method "{method}" keeps exponentials, for which float16 has no range: use "recompute"')
+    if isinstance(memory_budget, bool) or not (memory_budget is None or isinstance(memory_budget, (int, str))):
+        raise TypeError(f'memory_budget must be bytes, "min" or None, got {type(memory_budget).__name__}')
+    if isinstance(memory_budget, str) and memory_budget != "min":
+        raise ValueError(f'memory_budget must be bytes, "min" or None, got {memory_budget!r}')
+    if isinstance(memory_budget, int) and memory_budget < 0:
+        raise ValueError(f"memory_budget must not be negative, got {memory_budget}")
+
+
+def plan_request(
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    ranks: int,
+    device: torch.device | str | None,
+    reduction: str,
+    memory_budget: int | str | None,
+    method: str | None,
+    hidden_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool = False,
+    recorded: bool = True,
+) -> tuple[Problem, int | None, bool, str | None]:
+    """The arguments of :func:`make_plan` for a call: the same on all ranks, so from nothing that a rank has alone.
+
+    ``recorded`` says whether gradients are recorded at all.
+    """
+    target, count = chip_of(device)
+    problem = Problem(
+        tokens=tokens,
+        hidden=hidden_size,
+        vocab=cdiv(vocab_size, ranks),
+        itemsize=dtype.itemsize,
+        tiles=tiles_for(target, dtype),
+        device=count,
+        hidden_grad=hidden_grad,
+        weight_grad=ranks > 1 or weight_grad,
+        scalar=reduction != "none",
+        wide_range=dtype != torch.float16,
+    )
+    if not recorded or not (ranks > 1 or hidden_grad or weight_grad or bias_grad):
+        # one pass over the logits: there is nothing to choose
+        return problem, None, True, "recompute"
+    return problem, memory_budget if isinstance(memory_budget, int) else None, memory_budget == "min", method
+
+
+def chip_of(device: torch.device | str | None) -> tuple[str, int]:
+    """The chip that a device is or names, and its multiprocessors."""
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90"
+    if isinstance(device, str):
+        if device in MULTIPROCESSORS:
+            return device, MULTIPROCESSORS[device]
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            names = ", ".join(MULTIPROCESSORS)
+            raise ValueError(f"device must be a torch.device or one of {names}; got {device!r}") from None
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device must be a torch.device, a name or None, got {type(device).__name__}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f'device is {device}, and there is none here: name a chip, such as "sm_90"')
+    return target_of(device), multiprocessors(device)
 
 
 def token_chunk(num_columns: int, tile_v: int) -> int:
