@@ -161,6 +161,7 @@ def _plan_of(
         weight_grad=ranks > 1 or weight.requires_grad,
         scalar=reduction != "none",
         wide_range=hidden.dtype != torch.float16,
+        cpu=device.type == "cpu",
     )
     if not differentiable:
         # one pass over the logits: there is nothing to choose
