@@ -26,6 +26,9 @@ TOKEN_BYTES = 112
 CHUNK_TOKENS = 720
 # likewise of panels half of PANEL_COLUMNS wide, in products
 NARROW_COST = 0.08
+# tokens of the smallest chunk. on CPUs products of 256 tokens are as fast as longer ones and their panel is near the
+# caches; a chunk costs little but for the widening of 16 bits
+SMALLEST_CHUNK, CPU_CHUNK, CPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS_16 = 1024, 256, 10, 60
 METHODS = ("recompute", "cached", "fused")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -45,6 +48,7 @@ class Problem:
     weight_grad: bool = True
     # whether one number comes back for all tokens: gradients can then be made before it comes
     scalar: bool = True
+    cpu: bool = False
     # whether exponentials can wait for their normaliser: fp16 has not the range
     wide_range: bool = True
 
@@ -190,6 +194,7 @@ def plan_request(
         weight_grad=ranks > 1 or weight_grad,
         scalar=reduction != "none",
         wide_range=dtype != torch.float16,
+        cpu=target == "cpu",
     )
     if not recorded or not (ranks > 1 or hidden_grad or weight_grad or bias_grad):
         # one pass over the logits: there is nothing to choose
@@ -244,7 +249,11 @@ def panel_width(n: int, d: int, num_columns: int, most: int, tiles: Tiles, multi
 
 def default_budget(problem: Problem) -> int:
     """Half a GiB and, for each token, six times its hidden state in 16 bits: with 2048 wide hidden states and 128,256
-    classes at most 1.2 GB for 4,096 tokens, gradients included, and 3.1 GB for 65,536."""
+    classes at most 1.2 GB for 4,096 tokens, gradients included, and 3.1 GB for 65,536. On CPUs, whose peer holds the
+    logits three times, a quarter of their bytes and the packed rows."""
+    if problem.cpu:
+        logits = problem.tokens * problem.vocab * problem.itemsize
+        return max(64 << 20, logits // 4 + 8 * problem.tokens * problem.hidden)
     return (512 << 20) + 12 * problem.tokens * problem.hidden
 
 
@@ -270,8 +279,9 @@ def make_plan(problem: Problem, budget: int | None, smallest: bool, method: str 
             f"{least.method} needs {least.workspace}, the least{'' if method is None else ' of this method'}"
         )
     fastest = min(plan.cost for plan in fitting)
-    # a hundredth of the time is not worth gigabytes
-    return min((plan for plan in fitting if plan.cost <= 1.01 * fastest), key=lambda plan: plan.workspace)
+    # a hundredth of the time is not worth gigabytes, nor a twentieth a CPU's caches
+    slack = 1.05 if p.cpu else 1.01
+    return min((plan for plan in fitting if plan.cost <= slack * fastest), key=lambda plan: plan.workspace)
 
 
 def _candidates(p: Problem, limit: int) -> list[Plan]:
@@ -284,7 +294,8 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
         fits = TILE_V + max(0, limit - least.workspace) // a_column // TILE_V * TILE_V
         found += [_cached(p, kept) for kept in sorted({TILE_V, min(fits, whole), whole})]
     if p.wide_range and p.scalar:
-        found += [_fused(p, chunk) for chunk in (*range(1024, min(p.tokens, 1 << 16), 1024), p.tokens)]
+        step = CPU_CHUNK if p.cpu else SMALLEST_CHUNK
+        found += [_fused(p, chunk) for chunk in (*range(step, min(p.tokens, 1 << 16), step), p.tokens)]
     return found
 
 
@@ -348,7 +359,8 @@ def _fused(p: Problem, chunk: int) -> Plan:
     panel += 8 * chunk * cdiv(p.vocab, p.tiles.BLOCK_V)
     sums = 4 * p.vocab + chunk * p.hidden * _wide(p) if p.weight_grad else 0
     low = 2 * p.vocab * p.hidden if several and p.itemsize == 2 and p.weight_grad else 0
-    cost = 3 + (CHUNK_TOKENS / chunk if several else 0)
+    once = (CPU_CHUNK_TOKENS_16 if p.itemsize == 2 else CPU_CHUNK_TOKENS) if p.cpu else CHUNK_TOKENS
+    cost = 3 + (once / chunk if several else 0)
     # a last chunk of few tokens reads the classifier for little
     cost += 0.5 * (-p.tokens % chunk) / max(1, p.tokens) if several else 0
     # for a second backward, which computes again

@@ -9,6 +9,13 @@ import torch
 # columns of the tiles that the torch twins reduce. every BLOCK_V below divides it, so vocabulary shards whose bounds
 # are multiples of it meet tile bounds on every device
 TILE_V = 256
+# elements that the twins' elementwise passes take at once: few calls, and still within a cache
+PASS = 1 << 20
+
+
+def pass_tiles(rows: int) -> int:
+    """How many tiles of ``rows`` rows a twin's elementwise passes take at once."""
+    return max(1, PASS // (TILE_V * max(1, rows)))
 
 
 @dataclass(frozen=True)

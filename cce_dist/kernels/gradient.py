@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import TILE_V, tiles_for
+from .config import TILE_V, pass_tiles, tiles_for
 from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
 from .tiles import LOG2E, any_target, load_tile, next_step, num_tiles, store_tile
 
@@ -182,9 +182,10 @@ def _panel_gradient_torch(e, c, bias, state, count, panel, row0, v0, col0, bias_
     wide = torch.promote_types(e.dtype, torch.float32)
     left, ids, entry = e[rows].to(wide), state.targets[rows] - col0 - v0, state.target_entry[rows]
     grad, row_max, log_sum = state.grad[rows, None], state.row_max[rows, None], state.log_sum[rows, None]
-    scratch = None if panel.dtype == wide else left.new_empty(n, TILE_V)
-    for v in range(0, panel.shape[1], TILE_V):
-        w = min(TILE_V, panel.shape[1] - v)
+    step = TILE_V * pass_tiles(n)
+    scratch = None if panel.dtype == wide else left.new_empty(n, min(step, panel.shape[1]))
+    for v in range(0, panel.shape[1], step):
+        w = min(step, panel.shape[1] - v)
         x = panel[:n, v : v + w] if scratch is None else scratch[:, :w]
         torch.mm(left, c[v0 + v : v0 + v + w].to(wide).T, out=x)
         if bias is not None:

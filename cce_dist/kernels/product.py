@@ -217,25 +217,27 @@ def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, la
     n = max(0, min(len(panel), int(count) - row0))
     wide = torch.promote_types(e.dtype, torch.float32)
     # operands of 16 bits are widened in pieces, so that the copy stays small
-    step = len(out) if e.dtype == wide else 4096
+    step = max(1, len(out)) if e.dtype == wide else 4096
     right = e[:n].to(wide)
     for v in range(0, len(out), step):
         part = slice(v, v + step)
-        value = panel[:n, part].to(wide).T @ right
-        if sums is not None and sums.rows is not None:
-            hit = (sums.first[part] >= 0).nonzero()[:, 0]
-            value[hit] += sums.rows[sums.first[part][hit]]
+        # a gradient in full precision grows in its own memory
+        value = out[part].to(wide)
+        hit = None if sums is None else (sums.first[part] >= 0).nonzero()[:, 0]
+        start = None if sums is None else (value[hit] if sums.rows is None else sums.rows[sums.first[part][hit]])
         if add and low is not None:
             bits = (out[part].view(torch.int16).to(torch.int32) << 16) | (low[part].to(torch.int32) & 0xFFFF)
-            value += bits.view(torch.float32)
-        elif add:
-            value += out[part]
+            value = bits.view(torch.float32)
+        value.addmm_(panel[:n, part].to(wide).T, right, beta=1 if add else 0)
+        if sums is not None and sums.rows is not None:
+            value[hit] += start
         if last:
             value *= scale
         if sums is not None and sums.rows is None:
-            value += torch.where(sums.first[part, None] >= 0, out[part], 0)
+            value[hit] += start
         if not last and low is not None:
             bits = value.view(torch.int32)
             low[part] = bits.to(torch.int16)
             value = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-        out[part] = value
+        if value.dtype != wide or out.dtype != wide:
+            out[part] = value
