@@ -67,7 +67,7 @@ class Problem:
             return found.tile_max if panel is None else panel
 
         def rebuilt() -> torch.Tensor:
-            panel_gradient(e, c, None, state, count, scale, written, v0=0, col0=0, bias_grad=None)
+            panel_gradient(e, c, None, state, count, written, v0=0, col0=0, bias_grad=None)
             return written
 
         def hidden() -> torch.Tensor:
