@@ -158,7 +158,8 @@ def _cached(p: Problem, kept: int, most: int) -> Plan:
 
 
 def _fused(p: Problem, chunk: int) -> Plan:
-    chunk = max(1, min(chunk, round_up(p.tokens, ROW_GROUP)))
+    # whole groups of packed rows: one chunk then takes all of them, and no chunk's products have other bits
+    chunk = round_up(max(1, min(chunk, p.tokens)), ROW_GROUP)
     several = chunk < p.tokens
     panel = chunk * p.vocab * p.itemsize
     sums = 4 * p.vocab + chunk * p.hidden * _wide(p) if p.weight_grad else 0
@@ -166,7 +167,9 @@ def _fused(p: Problem, chunk: int) -> Plan:
     cost = 3 + (CHUNK_TOKENS / chunk if several else 0)
     # a last chunk of few tokens reads the classifier for little
     cost += 0.5 * (-p.tokens % chunk) / max(1, p.tokens) if several else 0
-    return _plan(p, "fused", 0, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
+    # for a second backward, which computes as recompute does
+    width = panel_width(p.tokens, p.hidden, p.vocab, NARROW_COLUMNS, p.tiles, p.device)
+    return _plan(p, "fused", width, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
 
 
 def _wide(p: Problem) -> int:
