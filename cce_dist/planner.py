@@ -352,7 +352,8 @@ def _panels(p: Problem, kept: int, most: int) -> _Panels:
 
 
 def _fused(p: Problem, chunk: int) -> Plan:
-    chunk = max(1, min(chunk, round_up(p.tokens, ROW_GROUP)))
+    # whole groups of packed rows: one chunk then takes all of them, and no chunk's products have other bits
+    chunk = round_up(max(1, min(chunk, p.tokens)), ROW_GROUP)
     several = chunk < p.tokens
     panel = chunk * round_up(p.vocab, 64) * p.itemsize
     # the tiles' statistics live beside it

@@ -1,0 +1,25 @@
+"""Plans that tests force on the library: small sizes of work, so that small inputs meet all of its seams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from cce_dist.planner import Plan, Problem, make_plan
+
+
+@contextmanager
+def forced_plan(**fields: int) -> Iterator[list[Plan]]:
+    """Whatever the planner chooses, with ``fields`` in their place. Yields the plans that calls got."""
+    plans: list[Plan] = []
+
+    def make(problem: Problem, budget: int | None, smallest: bool, method: str | None) -> Plan:
+        plans.append(replace(make_plan(problem, budget, smallest, method), **fields))
+        return plans[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cce_dist.functional.make_plan", make)
+        yield plans
