@@ -25,7 +25,7 @@ TOKEN_BYTES = 112
 # docs/performance.md
 CHUNK_TOKENS = 720
 # likewise of panels half of PANEL_COLUMNS wide, in products
-NARROW_COST = 0.08
+NARROW_COST = 0.11
 # tokens of the smallest chunk. on CPUs products of 256 tokens are as fast as longer ones and their panel is near the
 # caches; a chunk costs little but for the widening of 16 bits
 SMALLEST_CHUNK, CPU_CHUNK, CPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS_16 = 1024, 256, 10, 60
@@ -343,8 +343,8 @@ def _panels(p: Problem, kept: int, most: int) -> _Panels:
         if kept >= needed:
             narrow, own = 0.0, 0
         elif needed < columns and wide > width:
-            # half of the columns that the wide ones leave
-            narrow = needed / columns / 2
+            # the columns that the wide ones leave, and more launches
+            narrow = min(1.0, 1.5 * needed / columns)
         else:
             wide = 0
     # narrow panels touch the fp32 gradient of the hidden states often
