@@ -221,7 +221,7 @@ def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, la
     n = max(0, min(len(panel), int(count) - row0))
     wide = torch.promote_types(e.dtype, torch.float32)
     # operands of 16 bits are widened in pieces, so that the copy stays small
-    step = len(out) if e.dtype == wide else 4096
+    step = max(1, len(out)) if e.dtype == wide else 4096
     right = e[:n].to(wide)
     for v in range(0, len(out), step):
         part = slice(v, v + step)
