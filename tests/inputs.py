@@ -44,3 +44,24 @@ def make_inputs(
         return x.to(device, dtype).requires_grad_()
 
     return Inputs(leaf(hidden), leaf(weight), targets.to(device), leaf(row) if bias is not False else None)
+
+
+def make_trained_inputs(
+    n: int,
+    d: int,
+    v: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    bias: bool | float = False,
+    ignored: float = 0.0,
+) -> Inputs:
+    """As a trained model meets them: half of the tokens confident, losses from 1e-5 to 14."""
+    inputs = make_inputs(n, d, v, dtype, device=device, bias=bias)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        strength = (torch.rand(n, generator=generator) * 8 + 10).to(device)
+        strength[::2] = 0
+        inputs.hidden.copy_(1.5 * inputs.hidden.float() + strength[:, None] * inputs.weight.float()[inputs.targets])
+        inputs.targets[(torch.rand(n, generator=generator) < ignored).to(device)] = IGNORED
+    return inputs

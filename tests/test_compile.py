@@ -221,6 +221,9 @@ def _matrix() -> list[Any]:
         for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
             for bias in (False, True):
                 for layout in LAYOUTS:
+                    if layout == "sliced" and (bias or dtype == torch.float32 or not CHIPS[chip].tma):
+                        # only where the copy engine is used, and the gradient of the hidden states made
+                        continue
                     first = layout == "aligned" and not bias
                     first &= (chip, short) in _FIRST or (chip, short) == ("sm_90", "fp32")
                     name = f"{chip}-{short}{'-bias' if bias else ''}{'' if layout == 'aligned' else f'-{layout}'}"
@@ -262,7 +265,7 @@ def test_product_kernels_fit_the_chip(record, tmp_path, record_property, chip, d
             # one wait a product. ptxas waits after each instruction where it does not see who reads the accumulator,
             # for one in a nested branch: that took a quarter of the speed, and nothing else showed it
             instructions, waits = waited_products(binary, tmp_path)
-            print(f"  {instructions} HGMMA {waits} gsb0")
+            assert (instructions, waits) == (4, 1), f"{name}: {waits} of {instructions} products are waited for"
     assert not wrong, "\n".join(wrong)
 
 

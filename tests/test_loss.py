@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from inputs import IGNORED, Inputs, make_inputs
+from inputs import IGNORED, Inputs, make_inputs, make_trained_inputs
 from plans import forced_plan
 from tolerance import assert_gradient, assert_gradients, assert_loss, reference_gradients
 
@@ -80,15 +80,9 @@ def test_double_precision(shape) -> None:
 
 
 def check_trained_model(device, dtype, n, d, v):
-    # half of the tokens confident, losses from 1e-5 to 14, every token weighed differently
-    inputs = make_inputs(n, d, v, dtype, device=device)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        weight = inputs.weight.float()
-        strength = (torch.rand(n, generator=generator) * 8 + 10).to(device)
-        strength[::2] = 0
-        inputs.hidden.copy_(1.5 * inputs.hidden.float() + strength[:, None] * weight[inputs.targets])
-    upstream = (torch.rand(n, generator=generator) + 0.5).to(device)
+    # every token weighed differently
+    inputs = make_trained_inputs(n, d, v, dtype, device=device)
+    upstream = (torch.rand(n, generator=torch.Generator().manual_seed(1)) + 0.5).to(device)
     losses = assert_right(inputs, upstream, yardstick="output", reduction="none")
     assert losses.min() < 1e-3
     assert losses.max() > 8

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from inputs import IGNORED, Inputs, make_inputs
+from inputs import IGNORED, Inputs, make_inputs, make_trained_inputs
+from plans import forced_plan
 from pool import subgroup
 from tolerance import assert_gradients, assert_loss
 
@@ -122,26 +123,101 @@ def test_interpreted_kernels(ranks, layout, dtype) -> None:
     ranks.run(check_loss_and_gradients, layout, dtype, 133, 1.0, True, {}, ranks=2, interpret=True)
 
 
-def check_bits_of_one_device(group, device, v, layout, unit):
+def check_bits_of_one_device(group, device, v, layout, unit, methods):
     inputs = make_inputs(37, 24, v, device=device, bias=True, ignored=0.2)
     shard = VocabShard.even(v, group, multiple_of=unit) if layout == "blocks" else VocabShard.padded(v, unit, group)
     weight, bias = rows_of(inputs, shard)
-    for reduction in ("mean", "sum", "none"):
-        one = linear_cross_entropy(*inputs[:3], bias=inputs.bias, reduction=reduction)
-        many = linear_cross_entropy(
-            inputs.hidden, weight, inputs.targets, bias=bias, shard=shard, reduction=reduction
-        )
-        assert torch.equal(one, many), f"{reduction}: the loss depends on the group's size"
+    for method in methods:
+        for reduction in ("mean", "sum", "none") if method != "fused" else ("mean", "sum"):
+            one = linear_cross_entropy(*inputs[:3], bias=inputs.bias, reduction=reduction, method="recompute")
+            with forced_plan(kept=256, chunk=16):
+                many = linear_cross_entropy(
+                    inputs.hidden, weight, inputs.targets, bias=bias, shard=shard, reduction=reduction, method=method
+                )
+            assert torch.equal(one, many), f"{method}, {reduction}: the loss depends on the group's size"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["blocks", "padded"])
 def test_the_loss_has_the_same_bits_for_every_group_size(ranks, layout, size) -> None:
-    ranks.run(check_bits_of_one_device, 2100, layout, 256, ranks=size)
+    ranks.run(check_bits_of_one_device, 2100, layout, 256, ["recompute", "cached", "fused"], ranks=size)
 
 
 def test_the_interpreted_loss_has_the_same_bits(ranks) -> None:
-    ranks.run(check_bits_of_one_device, 300, "blocks", 64, ranks=2, interpret=True)
+    ranks.run(check_bits_of_one_device, 300, "blocks", 64, ["recompute", "fused"], ranks=2, interpret=True)
+
+
+# chunks of 32 tokens, the last one short; columns that are kept beside others that are not, on some ranks alone
+KEEPING = {
+    "cached all": ("cached", {"kept": 1 << 20}),
+    "cached some": ("cached", {"kept": 256, "panel": 256}),
+    "fused whole": ("fused", {"chunk": 1 << 20}),
+    "fused chunks": ("fused", {"chunk": 32}),
+}
+
+
+def check_method(group, device, layout, dtype, v, method, fields):
+    if dtype == torch.bfloat16:
+        inputs = make_trained_inputs(300, 64, v, dtype, device=device, bias=True, ignored=0.2)
+    else:
+        inputs = make_inputs(70, 24, v, dtype, device=device, bias=True, ignored=0.2)
+    shard = shard_of(layout, v, group)
+    with torch.no_grad():
+        inputs.hidden[inputs.targets == IGNORED] = math.nan
+        if dtype != torch.bfloat16:
+            # one row whose logits lie far above its target's, on one rank alone
+            away = inputs.weight[-1]
+            inputs.hidden[5], inputs.targets[5] = 200 * away / away.square().sum(), 0
+    hidden, (weight, bias) = inputs.hidden.detach().requires_grad_(), rows_of(inputs, shard)
+    yardstick = "output" if dtype == torch.bfloat16 else "operands"
+    base = linear_cross_entropy(
+        hidden, weight, inputs.targets, bias=bias, shard=shard, reduction="sum", method="recompute"
+    )
+    with forced_plan(**fields):
+        losses = linear_cross_entropy(
+            hidden, weight, inputs.targets, bias=bias, shard=shard, reduction="sum", method=method
+        )
+        assert torch.equal(losses, base), "the loss depends on the method"
+        assert_same_bits(losses, group)
+        for factor in (-1.7, 65536.0):
+            # a second backward computes fused gradients anew, in which all ranks take part
+            hidden.grad = weight.grad = bias.grad = None
+            upstream = torch.tensor(factor, device=device)
+            losses.backward(upstream, retain_graph=True)
+            assert_same_bits(hidden.grad.nan_to_num(), group)
+            assert_sharded_gradients(
+                hidden, weight, bias, shard, inputs, upstream, yardstick=yardstick, reduction="sum"
+            )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["padded", "uneven", "empty first"])
+@pytest.mark.parametrize("plan", ["cached some", "fused chunks"])
+def test_methods(ranks, plan, layout, size) -> None:
+    ranks.run(check_method, layout, torch.float32, 1101, *KEEPING[plan], ranks=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("plan", KEEPING)
+def test_methods_in_other_dtypes(ranks, plan, dtype) -> None:
+    ranks.run(check_method, "even", dtype, 1101, *KEEPING[plan], ranks=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("plan", KEEPING)
+@pytest.mark.parametrize("v", [3, 257, 1024])
+def test_methods_by_every_layout(ranks, plan, layout, size, v) -> None:
+    if layout == "uneven" and v < 1 + 7 * (size - 1):
+        pytest.skip("fewer classes than the layout's first ranks hold")
+    ranks.run(check_method, layout, torch.float32, v, *KEEPING[plan], ranks=size)
+
+
+@pytest.mark.parametrize("layout", ["padded", "empty first"])
+@pytest.mark.parametrize("plan", ["cached some", "fused chunks"])
+def test_interpreted_methods(ranks, plan, layout) -> None:
+    ranks.run(check_method, layout, torch.float32, 601, *KEEPING[plan], ranks=2, interpret=True)
 
 
 def check_two_groups_at_once(group, device):

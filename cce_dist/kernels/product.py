@@ -148,8 +148,11 @@ def hidden_gradient(
     (n, width), d = panel.shape, c.shape[1]
     if not triton_serves(panel):
         n, wide = max(0, min(n, int(count) - row0)), out.dtype
+        if not add and width == 0:
+            # a rank without a class
+            out[:n] = 0
         # operands of 16 bits are widened in pieces, so that the copy stays small
-        step = width if c.dtype == wide else 4096
+        step = max(1, width) if c.dtype == wide else 4096
         for v in range(0, width, step):
             right = c[v0 + v : v0 + min(v + step, width)].to(wide)
             out[:n].addmm_(panel[:n, v : v + step].to(wide), right, beta=1 if add or v else 0)
