@@ -113,7 +113,9 @@ class TokenLosses(torch.autograd.Function):
         these = _Operands.pack(hidden, weight, bias, pack_order(targets, options.ignore_index), options.shard)
         panel = reference = None
         if options.plan.method == "cached":
-            kept = min(options.plan.kept, len(these.c))
+            # the plan is that of an even share of the vocabulary: a larger one keeps whole tiles of it
+            kept = options.plan.kept
+            kept = len(these.c) if kept >= len(these.c) else kept // TILE_V * TILE_V
             panel, reference = _panel_memory(these.e, len(these.e), kept), _references(these)
         logit = torch.zeros(len(these.e), dtype=these.wide, device=these.e.device)
         bits, parts = sum_bits(options.shard.vocab_size), []

@@ -77,11 +77,13 @@ def assert_same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     assert all(torch.equal(part, parts[0]) for part in parts), "the ranks differ"
 
 
-def check_loss_and_gradients(group, device, layout, dtype, v, spread, bias, options):
+def check_loss_and_gradients(group, device, layout, dtype, v, spread, bias, options, method=None):
     inputs = make_inputs(45, 24, v, dtype, device=device, spread=spread, bias=bias, ignored=0.2, seed=v)
     shard = shard_of(layout, v, group)
     hidden, (weight, local_bias) = inputs.hidden.detach().requires_grad_(), rows_of(inputs, shard)
-    loss = linear_cross_entropy(hidden, weight, inputs.targets, bias=local_bias, shard=shard, **options)
+    loss = linear_cross_entropy(
+        hidden, weight, inputs.targets, bias=local_bias, shard=shard, method=method, **options
+    )
     assert_loss(loss.detach(), inputs, **options)
     assert_same_bits(loss, group)
     upstream = None
@@ -96,6 +98,13 @@ def check_loss_and_gradients(group, device, layout, dtype, v, spread, bias, opti
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout(ranks, layout, size) -> None:
     ranks.run(check_loss_and_gradients, layout, torch.float32, 701, 1.0, True, {}, ranks=size)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", ["recompute", "cached", "fused"])
+def test_every_method_as_planned(ranks, layout, method) -> None:
+    """The plan is that of an even share of the vocabulary, whatever a rank holds."""
+    ranks.run(check_loss_and_gradients, layout, torch.float32, 701, 1.0, True, {}, method, ranks=2)
 
 
 @pytest.mark.parametrize("layout", ["even", "padded"])
