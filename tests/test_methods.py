@@ -117,12 +117,12 @@ def test_every_plan_in_double_precision(plan) -> None:
 def test_every_plan_in_bf16(run, request, plan, bias, ignored) -> None:
     if "interpreter" in request.node.name:
         pytest.skip("Triton 3.9's interpreter gets products of transposed bf16 tiles wrong")
-    run(check_plan, torch.bfloat16, *PLANS[plan], 500, 256, 2100, bias, ignored)
+    run(check_plan, torch.bfloat16, *PLANS[plan], 300, 256, 1500, bias, ignored)
 
 
 def test_small_sizes_meet_the_seams() -> None:
     # else the tests above and below would say little
-    for (n, d, v), last in ((SIZE, 16), (SMALL, 16), ((500, 256, 2100), None)):
+    for (n, d, v), last in ((SIZE, 16), (SMALL, 16), ((300, 256, 1500), 16)):
         rows, wide = -(-n // 16) * 16, PLANS["recompute wide tail"][1]["wide"]
         memory = v - -(-rows * wide // d)
         assert memory >= 256, "no panel fits the memory of the classifier's gradient"
@@ -136,6 +136,8 @@ def check_halves(device):
     generator = torch.Generator().manual_seed(0)
     n, width, d = 80, 130, 72
     panel, e = (torch.randn(n, k, generator=generator).to(device, torch.float16) for k in (width, d))
+    # as panels are past the tokens
+    panel[75:] = 0
     rows = torch.randn(n, d, generator=generator).to(device)
     first = torch.where(torch.arange(width) % 3 == 0, torch.arange(width) % 32, -1).to(device, torch.int32)
     count, scale = torch.tensor(75, device=device), torch.tensor(0.7, device=device)
@@ -158,7 +160,7 @@ def check_halves(device):
     truth = panel[:75].double().T @ e[:75].double() + 3 * torch.where(first[:, None] >= 0, rows[first.long()], 0)
     truth *= 0.7
     # as good as the truth rounded once. the interpreter cuts where chips round
-    allowed = 2.5 if runtime.INTERPRETED else 1.01
+    allowed = 2.2 if runtime.INTERPRETED else 1.01
     assert (out.double() - truth).norm() <= allowed * (truth.to(torch.bfloat16) - truth).norm()
 
 
