@@ -4,13 +4,16 @@ tensor-parallel group."""
 from .functional import linear_cross_entropy
 from .module import LinearCrossEntropyLoss, VocabParallelEmbedding, VocabParallelLMHead
 from .parallel.shard import VocabShard
+from .planner import Plan, plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LinearCrossEntropyLoss",
+    "Plan",
     "VocabParallelEmbedding",
     "VocabParallelLMHead",
     "VocabShard",
     "linear_cross_entropy",
+    "plan",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -269,7 +270,7 @@ class _Pending:
             self.add_weight(*self.last, scale, last=True)
         # before the results take their place
         self.last = self.buffer = self.low = None
-        these.e = these.e[:0]
+        these.e = these.e.new_empty(0)
         for reduction in self.reductions:
             if reduction is not None:
                 reduction.wait()
@@ -358,11 +359,10 @@ def _gradients(
     state = RowState(ids, row_max, log_sum, grad, entry, None if e.dtype == wide and kept is None else residual)
 
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-    d_bias = torch.empty_like(bias) if needs_bias else None
-    for gradient in (d_weight, d_bias):
-        if gradient is not None:
-            # padding, and everything where there is no token
-            gradient[len(these.c) if len(e) else 0 :] = 0
+    if d_weight is not None:
+        # padding, and everything where there is no token
+        d_weight[len(these.c) if len(e) else 0 :] = 0
+    d_bias = torch.zeros(len(weight), dtype=wide, device=e.device) if needs_bias else None
     d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
     factor = None
     if kept is not None:
@@ -371,11 +371,11 @@ def _gradients(
     d_hidden = None
     if d_packed is not None:
         # before the result takes its place
-        these.e = e = e[:0]
+        del these, e
         if reduction is not None:
             reduction.wait()
         d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
-    return d_hidden, d_weight, d_bias
+    return d_hidden, d_weight, None if d_bias is None else (d_bias * scale).to(weight.dtype)
 
 
 def _walk_panels(
@@ -398,57 +398,69 @@ def _walk_panels(
             hidden_gradient(kept, c, count, d_packed, v0=0, add=False)
         target_rows(c, state.targets, state.residual, d_packed, col0=col0, scale=factor)
 
-    def sum_classes(columns: slice) -> ClassSums | None:
-        """Where nothing is kept, the sums start the gradient in its own memory."""
+    def sum_classes(columns: slice, out: torch.Tensor | None) -> ClassSums | None:
         if d_weight is None:
             return None
         return class_sums(
             e, state.targets, state.residual, count, columns.stop - columns.start, col0=col0 + columns.start,
-            out=d_weight[columns] if kept is None else None, scale=scale,
+            out=out, scale=None if out is None else scale,
         )  # fmt: skip
 
-    def add_weight(panel: torch.Tensor, columns: slice, sums: ClassSums | None) -> None:
+    def add_weight(panel: torch.Tensor, rows: slice, columns: slice, sums: ClassSums | None, **carry: Any) -> None:
         if d_weight is not None:
             weight_gradient(
-                panel, e, count, scale, d_weight[columns], sums=sums, beside_collective=reduction is not None
-            )
+                panel, e[rows], count, scale, d_weight[columns], sums=sums, row0=rows.start,
+                beside_collective=reduction is not None, **carry,
+            )  # fmt: skip
 
-    last = buffer = None
+    everything, later = slice(0, len(e)), None
+    # where nothing is kept, the sums start the gradient in its own memory, a part at a time
+    whole = None if kept is None else sum_classes(slice(0, num_v), None)
+    buffer = low = panel = sums = None
     for part, width, memory in _parts(e, d_weight, slice(start, num_v), plan):
+        blocks = list(these.chunks(plan.rows)) if memory is None else [everything]
         buffer = memory
         if buffer is None:
-            buffer = e.new_empty(len(e), min(width, round_up(part.stop - part.start, TILE_V)))
-        sums = sum_classes(part)
+            buffer = e.new_empty(blocks[0].stop, min(width, round_up(part.stop - part.start, TILE_V)))
+        if len(blocks) > 1 and d_weight is not None and d_weight.dtype == torch.bfloat16:
+            low = torch.empty(buffer.shape[1], e.shape[1], dtype=torch.int16, device=e.device)
+        if kept is not None:
+            sums = None if whole is None else whole[part]
+        elif d_weight is not None:
+            sums = sum_classes(part, d_weight[part])
         for v0 in range(part.start, part.stop, width):
             columns = slice(v0, min(v0 + width, part.stop))
-            panel = buffer[:, : columns.stop - v0]
-            panel_gradient(
-                e, c, these.bias, state, count, scale, panel,
-                v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
-            )  # fmt: skip
-            if d_packed is not None:
-                hidden_gradient(panel, c, count, d_packed, v0=v0, add=True)
-            here = None if sums is None else sums[v0 - part.start : columns.stop - part.start]
-            if columns.stop == num_v:
-                last = panel, columns, here
-            else:
-                add_weight(panel, columns, here)
+            for rows in blocks:
+                panel = buffer[: rows.stop - rows.start, : columns.stop - v0]
+                panel_gradient(
+                    e, c, these.bias, state, count, panel,
+                    row0=rows.start, v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
+                )  # fmt: skip
+                if d_packed is not None:
+                    hidden_gradient(panel, c, count, d_packed[rows], v0=v0, row0=rows.start, add=True)
+                last = rows.stop == len(e)
+                later = functools.partial(
+                    add_weight, panel, rows, columns,
+                    None if sums is None or rows.start else sums[v0 - part.start : columns.stop - part.start],
+                    low=None if low is None else low[: columns.stop - v0], add=rows.start > 0, last=last,
+                )  # fmt: skip
+                if not last or columns.stop < num_v:
+                    later()
+                    later = None
     if d_packed is not None:
         # under the products that are left. a rank without a class or a token takes part all the same
         reduction = all_reduce(d_packed, these.shard.group, async_op=True)  # collective
-    if last is not None:
-        add_weight(*last)
+    if later is not None:
+        later()
     if kept is not None and factor is not None and len(e):
-        last = buffer = None
+        # their memory is needed
+        buffer = low = panel = later = None
         if d_bias is not None:
-            total = torch.zeros(start, dtype=factor.dtype, device=e.device)
             assert state.residual is not None
-            _add_bias_gradient(total, kept, factor, state.targets, state.residual, count, col0)
-            d_bias[:start] = total * scale
+            _add_bias_gradient(d_bias[:start], kept, factor, state.targets, state.residual, count, col0)
         if d_weight is not None:
-            sums = sum_classes(slice(0, start))
             torch.mul(e, factor[:, None], out=e)
-            add_weight(kept, slice(0, start), sums)
+            add_weight(kept, everything, slice(0, start), None if whole is None else whole[slice(0, start)])
     return reduction
 
 
@@ -457,17 +469,22 @@ def _parts(
 ) -> Iterator[tuple[slice, int, torch.Tensor | None]]:
     """(columns, width of their panels, memory for a panel or None) of the parts that panels walk over.
 
-    ``plan.wide`` panels take the memory of the classifier's gradient that is written last: those columns then have
-    ``plan.panel`` wide panels of their own.
+    ``plan.wide`` panels take memory of the classifier's gradient that is not written yet: that of the columns that
+    are kept, whose product comes last, or else that of the last columns. These then have panels half as wide, and so
+    on down to ``plan.panel``, which have memory of their own.
     """
     n, d = e.shape
     start, stop = (columns.start, columns.stop) if n else (0, 0)
-    if plan.wide and d_weight is not None and d_weight.dtype == e.dtype:
-        split = (stop - cdiv(n * plan.wide, max(1, d))) // TILE_V * TILE_V
+    width = plan.wide if d_weight is not None and d_weight.dtype == e.dtype else 0
+    while width > plan.panel and start < stop:
+        rows = cdiv(n * width, max(1, d))
+        split = stop if columns.start >= rows else (stop - rows) // TILE_V * TILE_V
         if split > start:
-            memory = d_weight.view(-1)[split * d : split * d + n * plan.wide].view(n, plan.wide)
-            yield slice(start, split), plan.wide, memory
+            assert d_weight is not None
+            first = 0 if split == stop else split
+            yield slice(start, split), width, d_weight.view(-1)[first * d : first * d + n * width].view(n, width)
             start = split
+        width = width // (2 * TILE_V) * TILE_V
     if start < stop:
         yield slice(start, stop), plan.panel, None
 

@@ -7,14 +7,9 @@ import numbers
 import torch
 
 from .autograd import LossOptions, TokenLosses, TotalLoss
-from .kernels.config import tiles_for
-from .kernels.runtime import cdiv, multiprocessors, target_of
 from .parallel.agreement import agree
 from .parallel.shard import VocabShard
-from .planner import METHODS, Plan, Problem, make_plan
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_REDUCTIONS = ("mean", "sum", "none")
+from .planner import DTYPES, REDUCTIONS, Plan, check_choice, make_plan, plan_request
 
 
 def linear_cross_entropy(
@@ -72,7 +67,7 @@ def linear_cross_entropy(
     try:
         hidden, weight, bias = _autocast(hidden, weight, bias)
         shard = _validate(hidden, weight, targets, bias, ignore_index, reduction, denominator, shard)
-        _validate_plan(hidden, reduction, memory_budget, method)
+        check_choice(hidden.dtype, reduction, memory_budget, method)
         plan = _plan_of(hidden, weight, bias, shard, reduction, memory_budget, method)
     except (ValueError, TypeError, IndexError) as problem:
         error = problem
@@ -116,24 +111,6 @@ def linear_cross_entropy(
     return total.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
-def _validate_plan(hidden: torch.Tensor, reduction: str, memory_budget: int | str | None, method: str | None) -> None:
-    if method is not None and method not in METHODS:
-        raise ValueError(f"method must be None or one of {', '.join(METHODS)}; got {method!r}")
-    if method == "fused" and reduction == "none":
-        raise ValueError(
-            'method "fused" makes the gradients in forward, before each token\'s upstream gradient is known: '
-            'with reduction "none" use "cached" or "recompute"'
-        )
-    if method in ("cached", "fused") and hidden.dtype == torch.float16:
-        raise ValueError(f'method "{method}" keeps exponentials, for which float16 has no range: use "recompute"')
-    if isinstance(memory_budget, bool) or not (memory_budget is None or isinstance(memory_budget, (int, str))):
-        raise TypeError(f'memory_budget must be bytes, "min" or None, got {type(memory_budget).__name__}')
-    if isinstance(memory_budget, str) and memory_budget != "min":
-        raise ValueError(f'memory_budget must be bytes, "min" or None, got {memory_budget!r}')
-    if isinstance(memory_budget, int) and memory_budget < 0:
-        raise ValueError(f"memory_budget must not be negative, got {memory_budget}")
-
-
 def _plan_of(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -143,30 +120,14 @@ def _plan_of(
     memory_budget: int | str | None,
     method: str | None,
 ) -> Plan:
-    """The plan of a call: the same on all ranks, so from nothing that a rank has alone."""
-    ranks = 1 if shard.group is None else shard.group.size()
-    device = hidden.device
-    differentiable = torch.is_grad_enabled() and (
-        ranks > 1 or any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    )
-    tokens = hidden.numel() // max(1, hidden.shape[-1])
-    problem = Problem(
-        tokens=tokens,
-        hidden=hidden.shape[-1],
-        vocab=cdiv(shard.vocab_size, ranks),
-        itemsize=hidden.element_size(),
-        tiles=tiles_for(target_of(device), hidden.dtype),
-        device=multiprocessors(device),
-        hidden_grad=hidden.requires_grad,
-        weight_grad=ranks > 1 or weight.requires_grad,
-        scalar=reduction != "none",
-        wide_range=hidden.dtype != torch.float16,
-    )
-    if not differentiable:
-        # one pass over the logits: there is nothing to choose
-        return make_plan(problem, None, True, "recompute")
-    smallest = memory_budget == "min"
-    return make_plan(problem, memory_budget if isinstance(memory_budget, int) else None, smallest, method)
+    request = plan_request(
+        hidden.numel() // max(1, hidden.shape[-1]), hidden.shape[-1], shard.vocab_size, hidden.dtype,
+        ranks=1 if shard.group is None else shard.group.size(), device=hidden.device, reduction=reduction,
+        memory_budget=memory_budget, method=method, hidden_grad=hidden.requires_grad,
+        weight_grad=weight.requires_grad, bias_grad=bias is not None and bias.requires_grad,
+        recorded=torch.is_grad_enabled(),
+    )  # fmt: skip
+    return make_plan(*request)
 
 
 def _autocast(
@@ -221,7 +182,7 @@ def _validate(
             f"targets must have the shape {tuple(hidden.shape[:-1])} of hidden {tuple(hidden.shape)} without its "
             f"last dimension, got {tuple(targets.shape)}"
         )
-    if hidden.dtype not in _DTYPES:
+    if hidden.dtype not in DTYPES:
         raise TypeError(f"hidden must be float32, bfloat16, float16 or float64, got {hidden.dtype}")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
@@ -235,8 +196,8 @@ def _validate(
         raise ValueError(f"bias must have the shape ({len(weight)},) of weight's rows, got {tuple(bias.shape)}")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if denominator is not None:
         _validate_denominator(denominator, reduction, hidden.device)
     return _validate_shard(weight, targets, ignore_index, shard)

@@ -5,21 +5,33 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .kernels.config import TILE_V, Tiles
+import torch
+
+from .kernels.config import MULTIPROCESSORS, TILE_V, Tiles, tiles_for
 from .kernels.rows import ROW_GROUP
-from .kernels.runtime import cdiv, round_up
+from .kernels.runtime import cdiv, multiprocessors, round_up, target_of
 
 STATISTICS_BYTES = 32 << 20
 # a panel of so many columns reads and writes the fp32 gradient of the hidden states rarely enough, the other still
 # fills the device
-PANEL_COLUMNS, NARROW_COLUMNS = 8192, 2048
+PANEL_COLUMNS, NARROW_COLUMNS = 12288, 2048
+# a panel of a part of the tokens: long enough for the product over its rows
+BLOCK_ROWS, BLOCK_COLUMNS = 14336, 8448
 # what a tile's epilogue costs, in columns of its reduction
 EPILOGUE = 384
 # of one token, beside its rows of D: ids, order, statistics, losses, upstream gradient and their temporaries
 TOKEN_BYTES = 112
-# the classifier's gradient in fp32 is read and written once a chunk: what that costs, in tokens of a product
-CHUNK_TOKENS = 160
+# the classifier's gradient in fp32 is read and written once a chunk: what that costs, in tokens of a product, by
+# docs/performance.md
+CHUNK_TOKENS = 720
+# likewise of panels half of PANEL_COLUMNS wide, in products
+NARROW_COST = 0.11
+# tokens of the smallest chunk. on CPUs products of 256 tokens are as fast as longer ones and their panel is near the
+# caches; a chunk costs little but for the widening of 16 bits
+SMALLEST_CHUNK, CPU_CHUNK, CPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS_16 = 1024, 256, 10, 60
 METHODS = ("recompute", "cached", "fused")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
 
 
 @dataclass(frozen=True)
@@ -36,26 +48,177 @@ class Problem:
     weight_grad: bool = True
     # whether one number comes back for all tokens: gradients can then be made before it comes
     scalar: bool = True
+    cpu: bool = False
     # whether exponentials can wait for their normaliser: fp16 has not the range
     wide_range: bool = True
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is computed. Bytes; ``workspace`` excludes the inputs' gradients, ``peak`` includes them."""
+    """How a call is computed, and what that takes. See :func:`plan`.
+
+    | field | unit | |
+    |---|---|---|
+    | method | | ``"recompute"``, ``"cached"`` or ``"fused"`` |
+    | panel | columns | of a panel that backward computes again; 0 where none is |
+    | rows | tokens | that take turns on such a panel |
+    | wide | columns | of such a panel in memory where the classifier's gradient is written last; 0 where none is |
+    | kept | columns | whose exponentials are kept from forward to backward |
+    | chunk | tokens | that are computed together |
+    | products | | matrix products of 2NVD operations, forward and backward |
+    | cost | | about how many products the time amounts to |
+    | workspace | bytes | beyond the inputs and their gradients: what ``memory_budget`` bounds |
+    | peak | bytes | beyond the inputs: workspace and gradients |
+    """
 
     method: str
-    # columns of a panel that is computed again, of such a panel in memory where the classifier's gradient comes last
-    # (0: none), columns whose exponentials are kept, tokens of a chunk
     panel: int
+    rows: int
     wide: int
     kept: int
     chunk: int
-    # matrix products of 2NVD operations, and about how many the time amounts to
     products: float
     cost: float
     workspace: int
     peak: int
+
+
+def plan(
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    tp: int = 1,
+    reduction: str = "mean",
+    memory_budget: int | str | None = None,
+    method: str | None = None,
+    hidden_requires_grad: bool = True,
+    weight_requires_grad: bool = True,
+    device: torch.device | str | None = None,
+) -> Plan:
+    """The plan that :func:`cce_dist.linear_cross_entropy` makes for a call, without the call: nothing is allocated.
+
+    Args:
+        tokens: ``N``, all of them: ``hidden`` is ``[N, hidden_size]``, ignored tokens included.
+        hidden_size: ``D``.
+        vocab_size: classes of the whole vocabulary, whatever ``tp``: a rank's ``weight`` is about
+            ``[vocab_size / tp, hidden_size]``.
+        dtype: of ``hidden`` and ``weight``, under autocast what they are cast to.
+        tp: ranks that share the vocabulary. Sizes in the plan are those of one rank.
+        reduction, memory_budget, method: as in the call.
+        hidden_requires_grad, weight_requires_grad: what asks for a gradient. Where neither does, the plan is that of
+            a forward alone; the ranks of a group plan as if every weight did.
+        device: a ``torch.device``, its name, or the name of a chip that need not be there: ``"sm_90"`` (then with
+            the multiprocessors of its usual part, 132 for an H100 or H200). None: the current GPU, ``"sm_90"`` where
+            there is none.
+
+    Returns:
+        What is computed how, and the bytes it takes on each rank: ``workspace`` beyond the inputs and their
+        gradients, which ``memory_budget`` bounds, and ``peak`` beyond the inputs, gradients included: what the
+        allocator gives out at most over forward and backward. A bias and its gradient are not counted.
+
+    Raises:
+        ValueError: sizes below 1 (``tokens`` may be 0), an unknown reduction, method or device, ``"fused"`` with
+            ``"none"``, float16 with a method that keeps exponentials, a budget that nothing fits.
+        TypeError: arguments of the wrong type, a dtype that the loss does not take.
+    """
+    sizes = ("tokens", tokens, 0), ("hidden_size", hidden_size, 1), ("vocab_size", vocab_size, 1), ("tp", tp, 1)
+    for name, value, least in sizes:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    check_choice(dtype, reduction, memory_budget, method)
+    return make_plan(
+        *plan_request(
+            tokens, hidden_size, vocab_size, dtype, ranks=tp, device=device, reduction=reduction,
+            memory_budget=memory_budget, method=method, hidden_grad=hidden_requires_grad,
+            weight_grad=weight_requires_grad,
+        )
+    )  # fmt: skip
+
+
+def check_choice(dtype: torch.dtype, reduction: str, memory_budget: int | str | None, method: str | None) -> None:
+    """Raises where ``memory_budget`` or ``method`` is none that there is for these inputs."""
+    if method is not None and method not in METHODS:
+        raise ValueError(f"method must be None or one of {', '.join(METHODS)}; got {method!r}")
+    if method == "fused" and reduction == "none":
+        raise ValueError(
+            'method "fused" makes the gradients in forward, before each token\'s upstream gradient is known: '
+            'with reduction "none" use "cached" or "recompute"'
+        )
+    if method in ("cached", "fused") and dtype == torch.float16:
+        raise ValueError(f'method "{method}" keeps exponentials, for which float16 has no range: use "recompute"')
+    if isinstance(memory_budget, bool) or not (memory_budget is None or isinstance(memory_budget, (int, str))):
+        raise TypeError(f'memory_budget must be bytes, "min" or None, got {type(memory_budget).__name__}')
+    if isinstance(memory_budget, str) and memory_budget != "min":
+        raise ValueError(f'memory_budget must be bytes, "min" or None, got {memory_budget!r}')
+    if isinstance(memory_budget, int) and memory_budget < 0:
+        raise ValueError(f"memory_budget must not be negative, got {memory_budget}")
+
+
+def plan_request(
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    ranks: int,
+    device: torch.device | str | None,
+    reduction: str,
+    memory_budget: int | str | None,
+    method: str | None,
+    hidden_grad: bool,
+    weight_grad: bool,
+    bias_grad: bool = False,
+    recorded: bool = True,
+) -> tuple[Problem, int | None, bool, str | None]:
+    """The arguments of :func:`make_plan` for a call: the same on all ranks, so from nothing that a rank has alone.
+
+    ``recorded`` says whether gradients are recorded at all.
+    """
+    target, count = chip_of(device)
+    problem = Problem(
+        tokens=tokens,
+        hidden=hidden_size,
+        vocab=cdiv(vocab_size, ranks),
+        itemsize=dtype.itemsize,
+        tiles=tiles_for(target, dtype),
+        device=count,
+        hidden_grad=hidden_grad,
+        weight_grad=ranks > 1 or weight_grad,
+        scalar=reduction != "none",
+        wide_range=dtype != torch.float16,
+        cpu=target == "cpu",
+    )
+    if not recorded or not (ranks > 1 or hidden_grad or weight_grad or bias_grad):
+        # one pass over the logits: there is nothing to choose
+        return problem, None, True, "recompute"
+    return problem, memory_budget if isinstance(memory_budget, int) else None, memory_budget == "min", method
+
+
+def chip_of(device: torch.device | str | None) -> tuple[str, int]:
+    """The chip that a device is or names, and its multiprocessors."""
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90"
+    if isinstance(device, str):
+        if device in MULTIPROCESSORS:
+            return device, MULTIPROCESSORS[device]
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            names = ", ".join(MULTIPROCESSORS)
+            raise ValueError(f"device must be a torch.device or one of {names}; got {device!r}") from None
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device must be a torch.device, a name or None, got {type(device).__name__}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f'device is {device}, and there is none here: name a chip, such as "sm_90"')
+    return target_of(device), multiprocessors(device)
 
 
 def token_chunk(num_columns: int, tile_v: int) -> int:
@@ -86,7 +249,11 @@ def panel_width(n: int, d: int, num_columns: int, most: int, tiles: Tiles, multi
 
 def default_budget(problem: Problem) -> int:
     """Half a GiB and, for each token, six times its hidden state in 16 bits: with 2048 wide hidden states and 128,256
-    classes at most 1.2 GB for 4,096 tokens, gradients included, and 3.1 GB for 65,536."""
+    classes at most 1.2 GB for 4,096 tokens, gradients included, and 3.1 GB for 65,536. On CPUs, whose peer holds the
+    logits three times, a quarter of their bytes and the packed rows."""
+    if problem.cpu:
+        logits = problem.tokens * problem.vocab * problem.itemsize
+        return max(64 << 20, logits // 4 + 8 * problem.tokens * problem.hidden)
     return (512 << 20) + 12 * problem.tokens * problem.hidden
 
 
@@ -112,8 +279,9 @@ def make_plan(problem: Problem, budget: int | None, smallest: bool, method: str 
             f"{least.method} needs {least.workspace}, the least{'' if method is None else ' of this method'}"
         )
     fastest = min(plan.cost for plan in fitting)
-    # a hundredth of the time is not worth gigabytes
-    return min((plan for plan in fitting if plan.cost <= 1.01 * fastest), key=lambda plan: plan.workspace)
+    # a hundredth of the time is not worth gigabytes, nor a twentieth a CPU's caches
+    slack = 1.05 if p.cpu else 1.01
+    return min((plan for plan in fitting if plan.cost <= slack * fastest), key=lambda plan: plan.workspace)
 
 
 def _candidates(p: Problem, limit: int) -> list[Plan]:
@@ -121,55 +289,84 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
     if p.wide_range:
         whole = round_up(max(1, p.vocab), TILE_V)
         # the memory of a kept column is known: as many as fit, and one step of a tile at least
-        for most in (NARROW_COLUMNS, PANEL_COLUMNS):
-            none = _cached(p, TILE_V, most)
-            a_column = max(1, round_up(p.tokens, ROW_GROUP) * p.itemsize)
-            fits = TILE_V + max(0, limit - none.workspace) // a_column // TILE_V * TILE_V
-            found += [_cached(p, kept, most) for kept in {TILE_V, min(fits, whole)}]
-        found.append(_cached(p, whole, NARROW_COLUMNS))
+        least = _cached(p, TILE_V)
+        a_column = max(1, round_up(p.tokens, ROW_GROUP) * p.itemsize)
+        fits = TILE_V + max(0, limit - least.workspace) // a_column // TILE_V * TILE_V
+        found += [_cached(p, kept) for kept in sorted({TILE_V, min(fits, whole), whole})]
     if p.wide_range and p.scalar:
-        found += [_fused(p, chunk) for chunk in (*range(1024, min(p.tokens, 1 << 16), 1024), p.tokens)]
+        step = CPU_CHUNK if p.cpu else SMALLEST_CHUNK
+        found += [_fused(p, chunk) for chunk in (*range(step, min(p.tokens, 1 << 16), step), p.tokens)]
     return found
 
 
 def _recompute(p: Problem, most: int) -> Plan:
-    rows = round_up(p.tokens, ROW_GROUP)
-    width = panel_width(p.tokens, p.hidden, p.vocab, most, p.tiles, p.device)
-    panel = rows * min(width, round_up(max(1, p.vocab), TILE_V)) * p.itemsize
-    # narrow panels touch the fp32 gradient of the hidden states often
-    slow = 0.02 * (PANEL_COLUMNS / width - 1)
-    wide, tail = 0, 1.0
-    if most < PANEL_COLUMNS and p.weight_grad:
-        wide = panel_width(p.tokens, p.hidden, p.vocab, PANEL_COLUMNS, p.tiles, p.device)
-        tail = rows * wide / (p.hidden * max(1, p.vocab))
-        wide, tail = (wide, tail) if tail < 1 else (0, 1.0)
-    return _plan(p, "recompute", width, 0, p.tokens, 4, 4 + slow * tail, _packed(p) + panel + 4 * p.vocab, wide=wide)
+    panels = _panels(p, 0, most)
+    held = _packed(p) + panels.own + 4 * p.vocab * p.weight_grad
+    return _plan(p, "recompute", panels, 0, p.tokens, 4, 4 + panels.slow, held)
 
 
-def _cached(p: Problem, kept: int, most: int) -> Plan:
-    rows = round_up(p.tokens, ROW_GROUP)
-    kept = min(kept, p.vocab)
-    width = panel_width(p.tokens, p.hidden, max(1, p.vocab - kept), most, p.tiles, p.device)
-    panel = rows * min(width, round_up(p.vocab - kept, TILE_V)) * p.itemsize
+def _cached(p: Problem, kept: int) -> Plan:
+    rows, kept = round_up(p.tokens, ROW_GROUP), min(kept, p.vocab)
+    panels = _panels(p, kept, NARROW_COLUMNS)
     sums = 4 * p.vocab + rows * p.hidden * _wide(p) if p.weight_grad else 0
     again = 1 - kept / max(1, p.vocab)
-    held = _packed(p) + rows * kept * p.itemsize + panel + sums
-    return _plan(p, "cached", width, kept, p.tokens, 3 + again, 3 + again, held)
+    held = _packed(p) + rows * round_up(kept, 64) * p.itemsize + panels.own + sums
+    return _plan(p, "cached", panels, kept, p.tokens, 3 + again, 3 + (1 + panels.slow) * again, held)
+
+
+@dataclass(frozen=True)
+class _Panels:
+    """Sizes as in a plan, the bytes of a panel's own memory, and what its size costs in products."""
+
+    width: int
+    rows: int
+    wide: int
+    own: int
+    slow: float
+
+
+def _panels(p: Problem, kept: int, most: int) -> _Panels:
+    """Panels for the columns from ``kept``; see ``_parts`` in autograd.py."""
+    rows, columns = round_up(p.tokens, ROW_GROUP), max(1, p.vocab - kept)
+    block = rows
+    if p.tokens >= 2 * BLOCK_ROWS and p.wide_range:
+        # so many tokens are taken in turns, so that panels are wide and small
+        block, most = BLOCK_ROWS, BLOCK_COLUMNS
+    width = panel_width(block, p.hidden, columns, most, p.tiles, p.device)
+    own = block * min(width, round_up(p.vocab - kept, TILE_V)) * p.itemsize
+    if block < rows:
+        own += 2 * width * p.hidden * (p.itemsize == 2 and p.weight_grad)
+    narrow, wide = 1.0, 0
+    if p.weight_grad and most < PANEL_COLUMNS and block == rows:
+        wide = panel_width(rows, p.hidden, columns, PANEL_COLUMNS, p.tiles, p.device)
+        needed = cdiv(rows * wide, p.hidden)
+        if kept >= needed:
+            narrow, own = 0.0, 0
+        elif needed < columns and wide > width:
+            # the columns that the wide ones leave, and more launches
+            narrow = min(1.0, 1.5 * needed / columns)
+        else:
+            wide = 0
+    # narrow panels touch the fp32 gradient of the hidden states often
+    return _Panels(width, block, wide, own, narrow * NARROW_COST * max(0.0, PANEL_COLUMNS / width - 1))
 
 
 def _fused(p: Problem, chunk: int) -> Plan:
     # whole groups of packed rows: one chunk then takes all of them, and no chunk's products have other bits
     chunk = round_up(max(1, min(chunk, p.tokens)), ROW_GROUP)
     several = chunk < p.tokens
-    panel = chunk * p.vocab * p.itemsize
+    panel = chunk * round_up(p.vocab, 64) * p.itemsize
+    # the tiles' statistics live beside it
+    panel += 8 * chunk * cdiv(p.vocab, p.tiles.BLOCK_V)
     sums = 4 * p.vocab + chunk * p.hidden * _wide(p) if p.weight_grad else 0
     low = 2 * p.vocab * p.hidden if several and p.itemsize == 2 and p.weight_grad else 0
-    cost = 3 + (CHUNK_TOKENS / chunk if several else 0)
+    once = (CPU_CHUNK_TOKENS_16 if p.itemsize == 2 else CPU_CHUNK_TOKENS) if p.cpu else CHUNK_TOKENS
+    cost = 3 + (once / chunk if several else 0)
     # a last chunk of few tokens reads the classifier for little
     cost += 0.5 * (-p.tokens % chunk) / max(1, p.tokens) if several else 0
-    # for a second backward, which computes as recompute does
-    width = panel_width(p.tokens, p.hidden, p.vocab, NARROW_COLUMNS, p.tiles, p.device)
-    return _plan(p, "fused", width, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
+    # for a second backward, which computes again
+    panels = _panels(p, 0, NARROW_COLUMNS)
+    return _plan(p, "fused", panels, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
 
 
 def _wide(p: Problem) -> int:
@@ -183,7 +380,7 @@ def _packed(p: Problem) -> int:
 
 
 def _plan(
-    p: Problem, method: str, panel: int, kept: int, chunk: int, products: float, cost: float, held: int, wide: int = 0
+    p: Problem, method: str, panels: _Panels, kept: int, chunk: int, products: float, cost: float, held: int
 ) -> Plan:
     gradients = p.itemsize * p.hidden * (p.tokens * p.hidden_grad + p.vocab * p.weight_grad)
     rows = round_up(p.tokens, ROW_GROUP)
@@ -191,4 +388,6 @@ def _plan(
     # the packed hidden states make way for the gradient of the hidden states
     unpacking = (rows * _wide(p) + p.tokens * p.itemsize) * p.hidden if p.hidden_grad else 0
     peak = classifier + max(held, unpacking) + TOKEN_BYTES * rows
-    return Plan(method, panel, wide, kept, chunk, products, cost, max(0, peak - gradients), peak)
+    return Plan(
+        method, panels.width, panels.rows, panels.wide, kept, chunk, products, cost, max(0, peak - gradients), peak
+    )  # fmt: skip

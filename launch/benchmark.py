@@ -4,17 +4,19 @@
     torchrun --nproc-per-node 2 launch/benchmark.py --shape 8192x4096x128256
     python launch/benchmark.py --shape 2048x512x32768 --dtype float32
 
-The floor is what the library's matrix products take: the three products of the materialised path back to back (6NVD
-operations), and the first of them (2NVD) for a forward alone. A chip's clock wanders, so every row takes turns with
-the floor, and its ratios are to the median of its own floor turns. Peaks are the allocator's, beyond the inputs,
-gradients included. Errors are relative norms against fp64 on a smaller problem of the same width, half of whose
-tokens are confident. Under torchrun each rank holds its slice of the vocabulary, the floor is divided by the number
-of ranks, and the slowest rank counts. A row that fails says why, and the others go on.
+The floor is what the library's matrix products take, back to back: the three of the materialised path (6NVD
+operations), with the logits twice for a method that computes them twice (8NVD), and the logits alone (2NVD) for a
+forward alone. A chip's clock wanders, so every row takes turns with its floors, and its ratios are to their medians
+in its own turns. Peaks are the allocator's, beyond the inputs, gradients included. Errors are relative norms against
+fp64 on a smaller problem of the same width, half of whose tokens are confident. Under torchrun each rank holds its
+slice of the vocabulary, the floors are divided by the number of ranks, and the slowest rank counts. A row that fails
+says why, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 from collections.abc import Callable
@@ -38,7 +40,8 @@ MODELS = {
     "gemma-2-2b": (2304, 256000),
     "deepseek-v3": (7168, 129280),
 }
-METHODS = ("recompute", "cached", "fused")
+# and their matrix products
+METHODS = {"recompute": 4, "cached": 3, "fused": 3}
 # steps before the first that counts: kernels are compiled and tuned
 WARMUP = 3
 
@@ -66,8 +69,9 @@ def inputs(shape: Shape, args: argparse.Namespace, device: torch.device, confide
     return hidden.to(dtype), weight, targets
 
 
-def floor_of(hidden: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The three products of the materialised path, a chunk of tokens at a time, into memory that is there already."""
+def floors_of(hidden: torch.Tensor, weight: torch.Tensor) -> dict[int, Callable[[], torch.Tensor]]:
+    """So many products, a chunk of tokens at a time, into memory that is there already: the logits alone (1), the
+    three of the materialised path, and these with the logits twice (4)."""
     vocab = len(weight)
     n = max(1, min(len(hidden), (1 << 31) // vocab))
     logits = torch.empty(n, vocab, dtype=hidden.dtype, device=hidden.device)
@@ -75,15 +79,18 @@ def floor_of(hidden: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.T
     # random data: a chip runs faster on zeros
     logits.normal_()
 
-    def run() -> torch.Tensor:
+    def run(products: int) -> torch.Tensor:
         for e in hidden.split(n):
             x = logits[: len(e)]
             torch.mm(e, weight.T, out=x)
-            torch.mm(x, weight, out=d_hidden[: len(e)])
-            torch.mm(x.T, e, out=d_weight)
+            if products == 4:
+                torch.mm(e, weight.T, out=x)
+            if products > 1:
+                torch.mm(x, weight, out=d_hidden[: len(e)])
+                torch.mm(x.T, e, out=d_weight)
         return d_weight
 
-    return run
+    return {products: functools.partial(run, products) for products in (1, 3, 4)}
 
 
 class Problem:
@@ -93,7 +100,7 @@ class Problem:
         tokens, width, vocab = shape
         self.vocab, self.repeat, self.machine = vocab, args.repeat, machine
         self.tensors = inputs(shape, args, machine.device)
-        self.floor = floor_of(*self.tensors[:2])
+        self.floors = floors_of(*self.tensors[:2])
         self.small = inputs((min(tokens, 2048), width, min(vocab, 32768)), args, machine.device, confident=True)
         e, c = (x.double().requires_grad_() for x in self.small[:2])
         loss = reference.linear_cross_entropy(e, c, self.small[2])
@@ -116,15 +123,17 @@ class Problem:
             with torch.no_grad():
                 loss(e.detach(), c.detach(), t)
 
-        for function in (step, forward, self.floor):
+        floor, forward_floor = self.floors[row.products], self.floors[1]
+        for function in (step, forward, floor):
             for _ in range(WARMUP if machine.cuda else 1):
                 function()
         e.grad = c.grad = None
         row.peak = machine.peak(step)
         tick()
         for _ in range(self.repeat):
-            row.floor_seconds.append(machine.seconds(self.floor))
+            row.floor_seconds.append(machine.seconds(floor))
             row.seconds.append(machine.seconds(step))
+            row.forward_floor_seconds.append(machine.seconds(forward_floor))
             row.forward_seconds.append(machine.seconds(forward))
             tick()
 
@@ -175,10 +184,10 @@ def rows_of(args: argparse.Namespace, ranks: int) -> list[Row]:
     rows = [Row("cce_dist", ours(), "method", ranks)]
     if ranks > 1:
         rows.insert(0, Row("cce_dist, 1 rank", ours(), "method"))
-    rows += [Row(method, ours(method=method), "method", ranks) for method in METHODS]
+    rows += [Row(name, ours(method=name), "method", ranks, products) for name, products in METHODS.items()]
     for budget in args.budgets:
         name = "min" if budget == "min" else f"{budget / 2**20:g} MiB"
-        rows.append(Row(f"budget {name}", ours(memory_budget=budget), "budget", ranks))
+        rows.append(Row(f"budget {name}", ours(memory_budget=budget), "budget", ranks, 4 if budget == "min" else 3))
     known = peers.PEERS if ranks == 1 else peers.SHARDED
     return rows + [Row(name, known[name], "peer", ranks) for name in known if name in args.peers]
 

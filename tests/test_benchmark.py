@@ -53,14 +53,16 @@ def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys, benchmark) -> None:
     assert rows["broken"]["failure"] == "ImportError: no such peer"
     printed = capsys.readouterr().out
     assert "ImportError: no such peer" in printed
-    for name in ("cce_dist", "pytorch"):
+    for name, products in (("cce_dist", 3), ("recompute", 4), ("pytorch", 3)):
         row = rows[name]
         assert row["failure"] is None
-        times = [row[kind] for kind in ("floor_seconds", "seconds", "forward_seconds")]
-        assert [len(turns) for turns in times] == [3, 3, 3]
-        floor, both, forward = map(statistics.median, times)
+        times = [row[kind] for kind in ("floor_seconds", "seconds", "forward_floor_seconds", "forward_seconds")]
+        assert [len(turns) for turns in times] == [3] * 4
+        floor, both, forward_floor, forward = map(statistics.median, times)
+        assert row["products"] == products
         assert row["ratio"] == pytest.approx(both / floor)
-        assert row["forward_ratio"] == pytest.approx(forward / (floor / 3))
+        assert row["forward_ratio"] == pytest.approx(forward / forward_floor)
+        assert row["cost"] == pytest.approx(both / floor * products / 3)
         assert all(error < 1e-5 for error in row["errors"].values())
         assert f"\n{name} " in printed
     assert picture.exists() == bool(drawn)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import TILE_V, tiles_for
+from .config import TILE_V, pass_tiles, tiles_for
 from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
 from .tiles import LOG2E, any_target, load_tile, next_step, num_tiles, store_tile
 
@@ -27,12 +27,12 @@ class RowState:
 @triton.jit
 def _panel_gradient_kernel(
     e, c, panel, bias_ptr, target_ptr, row_max_ptr, log_sum_ptr, entry_ptr, grad_ptr, count_ptr, bias_part_ptr,
-    N, V, D, v0, width, col0, stride_e, stride_c, stride_panel,
+    N, V, D, row0, v0, width, col0, stride_e, stride_c, stride_panel,
     HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.load(count_ptr).to(tl.int32)
-    num_n = tl.cdiv(rows, BLOCK_N)
+    rows = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
+    num_n = tl.cdiv(tl.maximum(rows, 0), BLOCK_N)
     num_v = tl.cdiv(width, BLOCK_V)
     num_steps = tl.cdiv(D, BLOCK_D)
     tile = tl.program_id(0) - tl.num_programs(0)
@@ -46,8 +46,8 @@ def _panel_gradient_kernel(
         step, tile, n, v = next_step(step, tile, n, v, num_steps, num_n, num_v, BLOCK_N, BLOCK_V, GROUP_N)
         if step == 0:
             # asked early: the answer takes its time
-            here = any_target(target_ptr, n, rows, col0 + v0 + v, col0 + v0 + v + BLOCK_V, BLOCK_N)
-        a = load_tile(e, n, step * BLOCK_D, N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
+            here = any_target(target_ptr + row0, n, rows, col0 + v0 + v, col0 + v0 + v + BLOCK_V, BLOCK_N)
+        a = load_tile(e, row0 + n, step * BLOCK_D, row0 + N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
         b = load_tile(c, v0 + v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
         x = tl.dot(a, b.T, x, input_precision=PRECISION)
         if step == num_steps - 1:
@@ -56,17 +56,17 @@ def _panel_gradient_kernel(
             if HAS_BIAS:
                 offs_v = v0 + v + tl.arange(0, BLOCK_V)
                 x += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
-            row_max = tl.load(row_max_ptr + offs_n, mask=mask_n, other=0.0)
-            log_sum = tl.load(log_sum_ptr + offs_n, mask=mask_n, other=0.0)
-            grad = tl.load(grad_ptr + offs_n, mask=mask_n, other=0.0)
+            row_max = tl.load(row_max_ptr + row0 + offs_n, mask=mask_n, other=0.0)
+            log_sum = tl.load(log_sum_ptr + row0 + offs_n, mask=mask_n, other=0.0)
+            grad = tl.load(grad_ptr + row0 + offs_n, mask=mask_n, other=0.0)
             # lse in units of log 2; what its roundings lose is common to the row and joins the factor
             base = row_max * LOG2E
             lse = base + log_sum * LOG2E
             lost = tl.fma(row_max, tl.zeros_like(base) + LOG2E, -base) + (log_sum * LOG2E - (lse - base))
             x = tl.exp2(tl.fma(x, scale, -lse[:, None])) * (grad * tl.exp2(-lost))[:, None]
             if here:
-                entry = tl.load(entry_ptr + offs_n, mask=mask_n, other=0.0)
-                t = tl.load(target_ptr + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
+                entry = tl.load(entry_ptr + row0 + offs_n, mask=mask_n, other=0.0)
+                t = tl.load(target_ptr + row0 + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
                 t = tl.where((t >= 0) & (t < BLOCK_V), t, -1).to(tl.int32)
                 x = tl.where(t[:, None] == tl.arange(0, BLOCK_V)[None, :], entry[:, None], x)
             if n + BLOCK_N > rows:
@@ -85,17 +85,17 @@ def _panel_gradient_kernel(
 
 @triton.jit
 def _fold_bias_kernel(
-    part_ptr, scale_ptr, count_ptr, out_ptr, width, stride, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr
+    part_ptr, count_ptr, out_ptr, N, row0, width, stride, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr
 ):
     offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     # a fixed order: the sum is the same in every run
     pointers = part_ptr + offs
-    for _ in range(0, tl.cdiv(tl.load(count_ptr).to(tl.int32), BLOCK_N)):
+    rows = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
+    for _ in range(0, tl.cdiv(tl.maximum(rows, 0), BLOCK_N)):
         total += tl.load(pointers, mask=offs < width, other=0.0)
         pointers += stride
-    total = (total * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offs, total, mask=offs < width)
+    tl.store(out_ptr + offs, tl.load(out_ptr + offs, mask=offs < width, other=0.0) + total, mask=offs < width)
 
 
 def panel_gradient(
@@ -104,20 +104,21 @@ def panel_gradient(
     bias: torch.Tensor | None,
     state: RowState,
     count: torch.Tensor,
-    scale: torch.Tensor,
     panel: torch.Tensor,
     *,
+    row0: int = 0,
     v0: int,
     col0: int,
     bias_grad: torch.Tensor | None,
 ) -> None:
-    """Writes ``(softmax - onehot) * state.grad`` of the columns from ``v0`` into ``panel`` [N, width].
+    """Writes ``(softmax - onehot) * state.grad`` of the rows from ``row0`` and the columns from ``v0`` into ``panel``
+    [n, width].
 
-    Formed in fp32 and rounded once to the panel's dtype. Where ``bias_grad`` [width] is given, it receives the sum
-    over rows times ``scale``, taken before the rounding. Whole row blocks up to ``count`` are written, zero past it.
+    Formed in fp32 and rounded once to the panel's dtype. To ``bias_grad`` [width] fp32, where it is given, the sum
+    over rows is added, taken before the rounding. Whole row blocks up to ``count`` are written, zero past it.
     """
     if not triton_serves(e):
-        _panel_gradient_torch(e, c, bias, state, count, scale, panel, v0=v0, col0=col0, bias_grad=bias_grad)
+        _panel_gradient_torch(e, c, bias, state, count, panel, row0, v0, col0, bias_grad)
         return
     target = target_of(e.device)
     tma = descriptors_fit(target, e, c, panel)
@@ -133,13 +134,13 @@ def panel_gradient(
         tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
         tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V), tma),
         bias, state.targets, state.row_max, state.log_sum, state.target_entry, state.grad, count, part,
-        n, num_v, d, v0, width, col0, e.stride(0), c.stride(0), panel.stride(0),
+        n, num_v, d, row0, v0, width, col0, e.stride(0), c.stride(0), panel.stride(0),
         HAS_BIAS=bias is not None, BIAS_GRAD=part is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if bias_grad is not None:
         _fold_bias_kernel[(cdiv(width, 256),)](
-            part, scale, count, bias_grad, width, panel.stride(0), BLOCK_N=tiles.BLOCK_N, BLOCK=256
+            part, count, bias_grad, n, row0, width, panel.stride(0), BLOCK_N=tiles.BLOCK_N, BLOCK=256
         )
 
 
@@ -175,14 +176,16 @@ def column_sums(
         )
 
 
-def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, bias_grad):
-    n = int(count)
+def _panel_gradient_torch(e, c, bias, state, count, panel, row0, v0, col0, bias_grad):
+    n = max(0, min(len(panel), int(count) - row0))
+    rows = slice(row0, row0 + n)
     wide = torch.promote_types(e.dtype, torch.float32)
-    left, ids = e[:n].to(wide), state.targets[:n] - col0 - v0
-    grad, row_max, log_sum = state.grad[:n, None], state.row_max[:n, None], state.log_sum[:n, None]
-    scratch = None if panel.dtype == wide else left.new_empty(n, TILE_V)
-    for v in range(0, panel.shape[1], TILE_V):
-        w = min(TILE_V, panel.shape[1] - v)
+    left, ids, entry = e[rows].to(wide), state.targets[rows] - col0 - v0, state.target_entry[rows]
+    grad, row_max, log_sum = state.grad[rows, None], state.row_max[rows, None], state.log_sum[rows, None]
+    step = TILE_V * pass_tiles(n)
+    scratch = None if panel.dtype == wide else left.new_empty(n, min(step, panel.shape[1]))
+    for v in range(0, panel.shape[1], step):
+        w = min(step, panel.shape[1] - v)
         x = panel[:n, v : v + w] if scratch is None else scratch[:, :w]
         torch.mm(left, c[v0 + v : v0 + v + w].to(wide).T, out=x)
         if bias is not None:
@@ -190,8 +193,8 @@ def _panel_gradient_torch(e, c, bias, state, count, scale, panel, *, v0, col0, b
         # not their sum: it would be rounded to the precision of the larger
         x.sub_(row_max).sub_(log_sum).exp_().mul_(grad)
         hit = ((ids >= v) & (ids < v + w)).nonzero()[:, 0]
-        x[hit, ids[hit] - v] = state.target_entry[hit]
+        x[hit, ids[hit] - v] = entry[hit]
         if bias_grad is not None:
-            bias_grad[v : v + w] = x.sum(0) * scale
+            bias_grad[v : v + w] += x.sum(0)
         if scratch is not None:
             panel[:n, v : v + w] = x

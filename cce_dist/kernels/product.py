@@ -111,13 +111,12 @@ def _store_classes(
             before = join_halves(before, tl.load(low_ptr + offs, mask=mask, other=0))
         value += before
     if LAST:
-        if HAS_START:
-            # the rows of classes without a token hold anything
-            touched = tl.load(first_ptr + offs_v, mask=offs_v < width, other=-1) >= 0
-            start = tl.load(out_ptr + offs, mask=mask & touched[:, None], other=0.0).to(tl.float32)
-            value = tl.fma(value, tl.zeros_like(value) + scale, start)
-        else:
-            value *= scale
+        value *= scale
+    if HAS_START:
+        # the rows of classes without a token hold anything
+        touched = tl.load(first_ptr + offs_v, mask=offs_v < width, other=-1) >= 0
+        value += tl.load(out_ptr + offs, mask=mask & touched[:, None], other=0.0).to(tl.float32)
+    if LAST:
         tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
     elif HAS_LOW:
         high, low = split_halves(value)
@@ -191,8 +190,8 @@ def weight_gradient(
     [width, D].
 
     ``sums`` that wait in ``out`` are in its units: they are added after the scale. Where the tokens come in several
-    calls, all but the ``last`` leave their sum unscaled in fp32, and all but the first ``add`` to it. In a bf16
-    ``out`` that sum's upper halves wait, and in ``low`` [width, D] int16 the lower ones.
+    calls, the first takes the sums, all but the ``last`` leave their result unscaled in fp32, and all but the first
+    ``add`` to it. In a bf16 ``out`` the upper halves of that wait, and in ``low`` [width, D] int16 the lower ones.
     ``beside_collective`` says that a reduction is under way on the same device.
     """
     (n, width), d = panel.shape, e.shape[1]
@@ -225,21 +224,23 @@ def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, la
     right = e[:n].to(wide)
     for v in range(0, len(out), step):
         part = slice(v, v + step)
-        value = panel[:n, part].to(wide).T @ right
-        if sums is not None and sums.rows is not None:
-            hit = (sums.first[part] >= 0).nonzero()[:, 0]
-            value[hit] += sums.rows[sums.first[part][hit]]
+        # a gradient in full precision grows in its own memory
+        value = out[part].to(wide)
+        hit = None if sums is None else (sums.first[part] >= 0).nonzero()[:, 0]
+        start = None if sums is None else (value[hit] if sums.rows is None else sums.rows[sums.first[part][hit]])
         if add and low is not None:
             bits = (out[part].view(torch.int16).to(torch.int32) << 16) | (low[part].to(torch.int32) & 0xFFFF)
-            value += bits.view(torch.float32)
-        elif add:
-            value += out[part]
+            value = bits.view(torch.float32)
+        value.addmm_(panel[:n, part].to(wide).T, right, beta=1 if add else 0)
+        if sums is not None and sums.rows is not None:
+            value[hit] += start
         if last:
             value *= scale
-            if sums is not None and sums.rows is None:
-                value += torch.where(sums.first[part, None] >= 0, out[part], 0)
-        elif low is not None:
+        if sums is not None and sums.rows is None:
+            value[hit] += start
+        if not last and low is not None:
             bits = value.view(torch.int32)
             low[part] = bits.to(torch.int16)
             value = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-        out[part] = value
+        if value.dtype != wide or out.dtype != wide:
+            out[part] = value

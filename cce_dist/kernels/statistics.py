@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .config import TILE_V, tiles_for
+from .config import TILE_V, pass_tiles, tiles_for
 from .rows import ROW_GROUP
 from .runtime import (
     cdiv,
@@ -307,23 +307,31 @@ def _columns_statistics_torch(
     # whole groups of rows: a product of fewer takes another path, with other bits (see ROW_GROUP)
     left = e[start:stop][: round_up(n, ROW_GROUP)].to(wide)
     ids = targets[start : start + n] - col0
-    whole = left.new_empty(len(left), TILE_V)
-    for tile in range(cdiv(len(c), TILE_V)):
-        v = tile * TILE_V
-        right = c[v : v + TILE_V].to(wide)
-        if len(right) < TILE_V:
-            # products of other widths can take other paths as well
-            right = torch.nn.functional.pad(right, (0, 0, 0, TILE_V - len(right)))
-        x = torch.mm(left, right.T, out=whole)[:, : len(c) - v]
-        if bias is not None:
-            x += bias[v : v + TILE_V].to(wide)
-        hit = ((ids >= v) & (ids < v + x.shape[1])).nonzero()[:, 0]
-        logit[start + hit] = x[hit, ids[hit] - v]
-        m = x.amax(1)
+    tiles = cdiv(len(c), TILE_V)
+    whole = left.new_empty(min(tiles, pass_tiles(len(left))), len(left), TILE_V)
+    for first in range(0, tiles, len(whole)):
+        x = whole[: tiles - first]
+        for tile, product in enumerate(x, first):
+            v = tile * TILE_V
+            right = c[v : v + TILE_V].to(wide)
+            missing = TILE_V - len(right)
+            if missing:
+                # products of other widths can take other paths as well
+                right = torch.nn.functional.pad(right, (0, 0, 0, missing))
+            torch.mm(left, right.T, out=product)
+            if bias is not None:
+                product[:, : TILE_V - missing] += bias[v : v + TILE_V].to(wide)
+            product[:, TILE_V - missing :] = -math.inf
+        v = first * TILE_V
+        here = ids - v
+        hit = ((here >= 0) & (here < min(len(c) - v, len(x) * TILE_V))).nonzero()[:, 0]
+        logit[start + hit] = x[here[hit] // TILE_V, hit, here[hit] % TILE_V]
+        m = x.amax(2)
         safe = torch.where(m == -math.inf, 0, m)
-        x.sub_(safe[:, None]).exp_()
-        tile_max[tile, :n] = m[:n]
-        tile_sum[tile, :n] = x.sum(1)[:n]
+        x.sub_(safe[..., None]).exp_()
+        tile_max[first : first + len(x), :n] = m[:, :n]
+        tile_sum[first : first + len(x), :n] = x.sum(2)[:, :n]
         if panel is not None:
-            shift = (safe[:n] - reference[start : start + n]).clamp_(max=87).exp_()
-            panel[:n, v : v + TILE_V] = x[:n].mul_(shift[:, None])
+            shift = (safe[:, :n] - reference[start : start + n]).clamp_(max=87).exp_()
+            for columns, tile, factor in zip(panel[:n, v:].split(TILE_V, 1), x, shift, strict=False):
+                torch.mul(tile[:n, : columns.shape[1]], factor[:, None], out=columns)

@@ -25,6 +25,7 @@ class ClassSums:
     rows: torch.Tensor | None
 
     def __getitem__(self, classes: slice) -> ClassSums:
+        """Those of a range of classes."""
         return ClassSums(self.first[classes], self.rows)
 
 
