@@ -104,6 +104,7 @@ problems = st.builds(
     weight_grad=st.booleans(),
     scalar=st.booleans(),
     wide_range=st.booleans(),
+    cpu=st.booleans(),
 )
 budgets = st.integers(0, 1 << 36)
 drawn = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -131,7 +132,7 @@ def test_no_plan_exceeds_its_budget(problem, budget, method) -> None:
     assert plan.panel % TILE_V == plan.wide % TILE_V == 0
     assert plan.kept % TILE_V == 0 or plan.kept == problem.vocab
     assert plan.panel > 0
-    assert plan.chunk > 0 or problem.tokens == 0
+    assert min(plan.chunk, plan.rows) > 0 or problem.tokens == 0
 
 
 @drawn
@@ -147,7 +148,9 @@ def test_more_memory_is_never_slower(problem, one, other) -> None:
     low, high = sorted((one, other))
     low = max(low, smallest(problem).workspace)
     high = max(low, high)
-    assert plan_of(problem, high).cost <= 1.0101 * plan_of(problem, low).cost
+    # on CPUs the planner gives away more for less memory
+    slack = 1.05 if problem.cpu else 1.01
+    assert plan_of(problem, high).cost <= slack * plan_of(problem, low).cost * (1 + 1e-9)
 
 
 def check_ranks_plan_alike(group, device):
