@@ -122,6 +122,53 @@ MISTAKES = {
         TypeError,
         "denominator must be a number or a 0-d tensor, got str",
     ),
+    "unknown method": (
+        {"method": "fuse"},
+        ValueError,
+        "method must be None or one of recompute, cached, fused; got 'fuse'",
+    ),
+    "method is a list": (
+        {"method": ["fused"]},
+        ValueError,
+        "method must be None or one of recompute, cached, fused; got ['fused']",
+    ),
+    "fused per token": (
+        {"method": "fused", "reduction": "none"},
+        ValueError,
+        'with reduction "none" use "cached" or "recompute"',
+    ),
+    "cached in float16": (
+        {"method": "cached", "hidden": _t(4, 8, dtype=torch.float16), "weight": _t(10, 8, dtype=torch.float16)},
+        ValueError,
+        'method "cached" keeps exponentials, for which float16 has no range: use "recompute"',
+    ),
+    "fused in float16": (
+        {"method": "fused", "hidden": _t(4, 8, dtype=torch.float16), "weight": _t(10, 8, dtype=torch.float16)},
+        ValueError,
+        'method "fused" keeps exponentials, for which float16 has no range: use "recompute"',
+    ),
+    "budget is a float": (
+        {"memory_budget": 1e9},
+        TypeError,
+        'memory_budget must be bytes, "min" or None, got float',
+    ),
+    "budget is true": ({"memory_budget": True}, TypeError, 'memory_budget must be bytes, "min" or None, got bool'),
+    "budget is a word": (
+        {"memory_budget": "max"},
+        ValueError,
+        "memory_budget must be bytes, \"min\" or None, got 'max'",
+    ),
+    "negative budget": ({"memory_budget": -1}, ValueError, "memory_budget must not be negative, got -1"),
+    "budget that nothing fits": (
+        {"memory_budget": 10, "hidden": _t(4, 8).requires_grad_()},
+        ValueError,
+        "memory_budget: nothing fits 10 bytes of workspace; ",
+    ),
+    "budget that a method does not fit": (
+        {"memory_budget": 10, "method": "fused", "hidden": _t(4, 8).requires_grad_()},
+        ValueError,
+        "memory_budget: nothing fits 10 bytes of workspace; fused needs ",
+    ),
     "shard is a pair": ({"shard": (0, 10)}, TypeError, "shard must be a VocabShard, got tuple"),
     "shard of another size": (
         {"shard": VocabShard(0, 12, 11)},
@@ -238,6 +285,17 @@ def check_disagreement(group, device):
     )  # fmt: skip
     expect(ValueError, "requires_grad of hidden", "rank 0 has False", f"rank {last} True", grad=odd)
     expect(ValueError, "ignore_index", "rank 0 has -100", f"rank {last} -1", ignore_index=-1 if odd else -100)
+    expect(ValueError, "method", "rank 0 has None", f"rank {last} recompute", method="recompute" if odd else None)
+    expect(ValueError, "method", "rank 0 has fused", f"rank {last} cached", method="cached" if odd else "fused")
+    expect(ValueError, "memory_budget", "rank 0 has None", f"rank {last} min", memory_budget="min" if odd else None)
+    expect(
+        ValueError, "memory_budget", "rank 0 has 1000000", f"rank {last} 2000000",
+        memory_budget=2000000 if odd else 1000000,
+    )  # fmt: skip
+    expect(
+        ValueError, "whether reduction is none", "rank 0 has False", f"rank {last} True",
+        reduction="none" if odd else "mean",
+    )  # fmt: skip
     expect(ValueError, "presence of bias", bias=torch.zeros(shard.rows, device=device) if odd else None)
     # bounds: a gap, an overlap, another vocabulary, rows that nobody holds
     short = VocabShard(shard.start, shard.stop - 1, 20, group) if rank == 0 else shard
