@@ -236,8 +236,14 @@ def _matrix() -> list[Any]:
     return cases
 
 
-def allowed_spill(chip: str, dtype: torch.dtype, bias: bool, layout: str, name: str) -> int:
-    return 100000
+def allowed_spill(chip: str, dtype: torch.dtype, bias: bool, layout: str) -> int:
+    """Bytes a thread. The wide tile of sm_90 takes all registers there are: seen up to 24 in the epilogues that keep
+    something, which pass once a tile. Pointers to single elements, where nothing is aligned, take more of them."""
+    if layout != "aligned":
+        return 1024
+    if bias or dtype == torch.float32:
+        return 256
+    return 24 if chip == "sm_90" else 0
 
 
 @pytest.mark.parametrize(("chip", "dtype", "bias", "layout"), _matrix())
@@ -255,7 +261,7 @@ def test_product_kernels_fit_the_chip(record, tmp_path, record_property, chip, d
         record_property(name, f"shared {shared} spilled {spilled}")
         print(f"{chip} {str(dtype)[6:]} {layout} {name}: shared {shared} spilled {spilled}")
         assert shared <= kind.shared, f"{name} asks for {shared} bytes of shared memory of {kind.shared}"
-        allowed = allowed_spill(chip, dtype, bias, layout, name)
+        allowed = allowed_spill(chip, dtype, bias, layout)
         if spilled > allowed:
             wrong.append(f"{name} spills {spilled} bytes a thread, allowed {allowed}")
         if name == "fold_bias":
