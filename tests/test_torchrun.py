@@ -16,7 +16,7 @@ def test_checks_run_under_torchrun() -> None:
     root = Path(__file__).parents[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "pytest", "tests/test_sharded.py", "-q", "-p", "no:cacheprovider", "-k", "every_layout and even",
+        "-m", "pytest", "tests/test_sharded.py", "-q", "-p", "no:cacheprovider", "-k", "test_every_layout and even",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240)
