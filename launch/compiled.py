@@ -52,7 +52,7 @@ class Resources(NamedTuple):
     spilled: int
 
 
-class _Recorder:
+class Recorder:
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self.kernel, self.launches = kernel, launches
 
@@ -73,7 +73,7 @@ def recorded(chip: str) -> Iterator[list[Launch]]:
         for module in MODULES:
             for name, value in list(vars(module).items()):
                 if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
-                    stack.enter_context(mock.patch.object(module, name, _Recorder(value, launches)))
+                    stack.enter_context(mock.patch.object(module, name, Recorder(value, launches)))
                 elif name in believed:
                     stack.enter_context(mock.patch.object(module, name, believed[name]))
         yield launches
@@ -85,6 +85,7 @@ def compiled(launch: Launch, chip: str) -> Any:
     options = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
     names = [parameter.name for parameter in kernel.params]
     values = dict(zip(names, launch.args, strict=False)) | {k: v for k, v in launch.kwargs.items() if k in names}
+    assert values.keys() == set(names), f"{kernel.__name__}: {set(names) - values.keys()} not passed"
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -110,6 +111,15 @@ def compiled(launch: Launch, chip: str) -> Any:
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=gpu, options=options)
 
 
+def disassembly(binary: Any, *options: str) -> str:
+    """What Triton's ``cuobjdump`` says of a kernel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(binary.asm["cubin"])
+        return subprocess.run([tool, *options, cubin], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def resources(binary: Any) -> Resources:
     """What the compiled kernel takes."""
     if "amdgcn" in binary.asm:
@@ -117,12 +127,6 @@ def resources(binary: Any) -> Resources:
         registers = max(map(int, re.findall(r"\.vgpr_count:\s*(\d+)", code)), default=0)
         spilled = 4 * sum(map(int, re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", code)))
         return Resources(binary.metadata.shared, registers, spilled)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(binary.asm["cubin"])
-        report = subprocess.run(
-            [tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True, timeout=60
-        ).stdout
+    report = disassembly(binary, "--dump-resource-usage")
     (registers,), (stack,) = re.findall(r"REG:(\d+)", report), re.findall(r"STACK:(\d+)", report)
     return Resources(binary.metadata.shared, int(registers), int(stack))

@@ -7,140 +7,49 @@ launched goes through Triton's compiler for the chip.
 from __future__ import annotations
 
 import re
-import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="needs Triton to compile the kernels")
+pytest.importorskip("triton", reason="needs Triton to compile the kernels")
+sys.path.append(str(Path(__file__).parents[1] / "launch"))
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+from compiled import MODULES, SHARED, Launch, Recorder, compiled, disassembly, recorded, resources
 
-from cce_dist.kernels import gradient, product, rows, runtime, statistics, target  # noqa: E402
+from cce_dist.kernels import gradient, product, rows, runtime, statistics, target
 
 pytestmark = pytest.mark.skipif(runtime.INTERPRETED, reason="the interpreter has replaced the compiler")
 
-KIB = 1024
-MODULES = (statistics, gradient, product, rows, target)
-
 
 class Chip(NamedTuple):
-    target: GPUTarget
-    shared: int
     tensor_core: str
     tma: bool = False
 
 
 CHIPS = {
-    "sm_80": Chip(GPUTarget("cuda", 80, 32), 163 * KIB, r"mma\.sync"),
-    "sm_86": Chip(GPUTarget("cuda", 86, 32), 99 * KIB, r"mma\.sync"),
-    "sm_90": Chip(GPUTarget("cuda", 90, 32), 227 * KIB, r"wgmma\.mma_async", tma=True),
-    "sm_100": Chip(GPUTarget("cuda", 100, 32), 227 * KIB, r"tcgen05\.mma", tma=True),
-    "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 64 * KIB, r"v_mfma"),
+    "sm_80": Chip(r"mma\.sync"),
+    "sm_86": Chip(r"mma\.sync"),
+    "sm_90": Chip(r"wgmma\.mma_async", tma=True),
+    "sm_100": Chip(r"tcgen05\.mma", tma=True),
+    "gfx942": Chip(r"v_mfma"),
 }
-SCALARS = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-}
-
-
-class Launch(NamedTuple):
-    """What a launcher hands to a kernel."""
-
-    kernel: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class _Recorder:
-    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **kwargs: self.launches.append(Launch(self.kernel, args, kwargs))
 
 
 @pytest.fixture
-def record(monkeypatch: pytest.MonkeyPatch) -> Any:
+def record() -> Iterator[Callable[[str], list[Launch]]]:
     """Makes the launchers believe in a chip: ``record(name)`` returns the list that their launches go to."""
-
-    def start(chip: str) -> list[Launch]:
-        launches: list[Launch] = []
-        for module in MODULES:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
-                    monkeypatch.setattr(module, name, _Recorder(value, launches))
-            for name, value in (
-                ("triton_serves", lambda tensor: True),
-                ("target_of", lambda device: chip),
-                ("multiprocessors", lambda device: 64),
-            ):
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, value)
-        return launches
-
-    return start
+    with ExitStack() as stack:
+        yield lambda chip: stack.enter_context(recorded(chip))
 
 
-def compiled(launch: Launch, chip: Chip) -> Any:
-    """The kernel as ``launch`` would compile it: arguments specialised as Triton's launcher specialises them."""
-    kernel, options = launch.kernel, dict(launch.kwargs)
-    options = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
-    names = [parameter.name for parameter in kernel.params]
-    values = dict(zip(names, launch.args, strict=False)) | {k: v for k, v in launch.kwargs.items() if k in names}
-    assert values.keys() == set(names), f"{kernel.__name__}: {set(names) - values.keys()} not passed"
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, TensorDescriptor):
-            block = ",".join(map(str, value.block_shape))
-            signature[parameter.name] = f"tensordesc<{SCALARS[value.base.dtype]}[{block}]>"
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = f"*{SCALARS[value.dtype]}"
-            if value.data_ptr() % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=chip.target, options=options)
-
-
-def _cubin(binary: Any, folder: Path, *options: str) -> str:
-    """What Triton's ``cuobjdump`` says of a kernel."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(binary.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([tool, *options, cubin], capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def spilled_bytes(binary: Any, folder: Path) -> int:
-    """Bytes of registers that a thread keeps in memory."""
-    if "amdgcn" in binary.asm:
-        return 4 * sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", binary.asm["amdgcn"]))
-    (stack,) = re.findall(r"STACK:(\d+)", _cubin(binary, folder, "--dump-resource-usage"))
-    return int(stack)
-
-
-def waited_products(binary: Any, folder: Path) -> tuple[int, int]:
+def waited_products(binary: Any) -> tuple[int, int]:
     """(tensor-core instructions of a kernel for sm_90, those among them that later ones wait for)."""
-    products = re.findall(r"HGMMA.*", _cubin(binary, folder, "-sass"))
+    products = re.findall(r"HGMMA.*", disassembly(binary, "-sass"))
     return len(products), sum("gsb0" in product for product in products)
 
 
@@ -247,7 +156,7 @@ def allowed_spill(chip: str, dtype: torch.dtype, bias: bool, layout: str) -> int
 
 
 @pytest.mark.parametrize(("chip", "dtype", "bias", "layout"), _matrix())
-def test_product_kernels_fit_the_chip(record, tmp_path, record_property, chip, dtype, bias, layout) -> None:
+def test_product_kernels_fit_the_chip(record, record_property, chip, dtype, bias, layout) -> None:
     launches, kind = record(chip), CHIPS[chip]
     launch_products(dtype, bias, layout)
     products = 1 if dtype == torch.float16 else 2
@@ -255,12 +164,12 @@ def test_product_kernels_fit_the_chip(record, tmp_path, record_property, chip, d
     wrong = []
     for launch in launches:
         name = variant(launch)
-        binary = compiled(launch, kind)
-        code = binary.asm["ptx" if kind.target.backend == "cuda" else "amdgcn"]
-        shared, spilled = binary.metadata.shared, spilled_bytes(binary, tmp_path)
+        binary = compiled(launch, chip)
+        code = binary.asm["ptx" if chip.startswith("sm_") else "amdgcn"]
+        shared, spilled = binary.metadata.shared, resources(binary).spilled
         record_property(name, f"shared {shared} spilled {spilled}")
         print(f"{chip} {str(dtype)[6:]} {layout} {name}: shared {shared} spilled {spilled}")
-        assert shared <= kind.shared, f"{name} asks for {shared} bytes of shared memory of {kind.shared}"
+        assert shared <= SHARED[chip] * 1024, f"{name} asks for {shared} bytes of shared memory of {SHARED[chip]} KiB"
         allowed = allowed_spill(chip, dtype, bias, layout)
         if spilled > allowed:
             wrong.append(f"{name} spills {spilled} bytes a thread, allowed {allowed}")
@@ -268,30 +177,30 @@ def test_product_kernels_fit_the_chip(record, tmp_path, record_property, chip, d
             continue
         if dtype != torch.float32:
             assert re.search(kind.tensor_core, code), f"{name} does not use the tensor cores"
-        if kind.target.backend == "cuda":
+        if chip.startswith("sm_"):
             expected = kind.tma and launch.kwargs["TMA"] and dtype != torch.float32
             assert ("cp.async.bulk.tensor" in code) == expected, f"{name}: copy engine used {not expected}"
         if chip == "sm_90" and dtype != torch.float32:
             # one wait a product. ptxas waits after each instruction where it does not see who reads the accumulator,
             # for one in a nested branch: that took a quarter of the speed, and nothing else showed it
-            instructions, waits = waited_products(binary, tmp_path)
+            instructions, waits = waited_products(binary)
             assert (instructions, waits) == (4, 1), f"{name}: {waits} of {instructions} products are waited for"
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_row_kernels_compile(record, tmp_path, chip, dtype) -> None:
-    launches, kind = record(chip), CHIPS[chip]
+def test_row_kernels_compile(record, chip, dtype) -> None:
+    launches = record(chip)
     launch_rows(dtype)
     assert [launch.kernel.__name__[1:-7] for launch in launches] == [
         "pack_rows", "unpack_rows", "target_logits", "target_logits", "drop_targets", "target_rows", "target_rows",
         "class_sums", "class_sums", "class_sums", "column_sums", "fold_max", "shares", "losses",
     ]  # fmt: skip
     for launch in launches:
-        binary = compiled(launch, kind)
-        assert binary.metadata.shared <= kind.shared, variant(launch)
-        spilled = spilled_bytes(binary, tmp_path)
+        binary = compiled(launch, chip)
+        assert binary.metadata.shared <= SHARED[chip] * 1024, variant(launch)
+        spilled = resources(binary).spilled
         print(chip, dtype, variant(launch), spilled)
         assert spilled == 0, f"{variant(launch)} spills {spilled} bytes a thread"
 
@@ -302,6 +211,6 @@ def test_every_kernel_is_compiled(record) -> None:
     launch_products(torch.bfloat16, True, "aligned")
     launch_rows(torch.bfloat16)
     defined = {
-        value.kernel.__name__ for module in MODULES for value in vars(module).values() if isinstance(value, _Recorder)
+        value.kernel.__name__ for module in MODULES for value in vars(module).values() if isinstance(value, Recorder)
     }
     assert {launch.kernel.__name__ for launch in launches} == defined
