@@ -195,20 +195,12 @@ class _Pending:
 
     def __init__(self, these: _Operands, plan: Plan, weight: torch.Tensor, needs: tuple[bool, bool, bool]) -> None:
         e, wide = these.e, these.wide
-        self.these = these
-        self.needs_hidden, self.needs_weight, self.needs_bias = needs
-        self.dtype, self.step = weight.dtype, plan.chunk
+        self.these, self.dtype = these, weight.dtype
         self.one = torch.ones((), dtype=wide, device=e.device)
-        self.d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if self.needs_hidden else None
-        self.d_weight = self.low = self.d_bias = None
-        if self.needs_weight:
-            self.d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            # padding, and everything where there is no token
-            self.d_weight[len(these.c) if len(e) else 0 :] = 0
-            if len(e) > plan.chunk and self.d_weight.dtype != wide:
-                self.low = torch.empty(these.c.shape, dtype=torch.int16, device=e.device)
-        if self.needs_bias:
-            self.d_bias = torch.zeros(len(weight), dtype=wide, device=e.device)
+        self.d_packed, self.d_weight, self.d_bias = _gradient_memory(these, weight, needs)
+        self.low = None
+        if self.d_weight is not None and len(e) > plan.chunk and self.d_weight.dtype != wide:
+            self.low = torch.empty(these.c.shape, dtype=torch.int16, device=e.device)
         self.buffer: torch.Tensor | None = _panel_memory(e, min(plan.chunk, len(e)), len(these.c))
         self.reductions: list[dist.Work | None] = []
         # what the last chunk's product for the classifier needs
@@ -250,8 +242,7 @@ class _Pending:
                 self.last = rows, panel, sums
             else:
                 self.add_weight(rows, panel, sums, self.one, last=False)
-                return
-        if rows.stop == len(these.e) and self.d_weight is None:
+        elif rows.stop == len(these.e):
             self.buffer = None
 
     def add_weight(
@@ -282,6 +273,20 @@ class _Pending:
         if self.d_bias is not None:
             d_bias = (self.d_bias * scale).to(self.dtype)
         return d_hidden, self.d_weight, d_bias
+
+
+def _gradient_memory(
+    these: _Operands, weight: torch.Tensor, needs: tuple[bool, bool, bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Where the gradients of the packed rows, of the weight and of the bias grow: fp32, the weight's dtype, fp32."""
+    needs_hidden, needs_weight, needs_bias = needs
+    e, wide = these.e, these.wide
+    d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
+    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
+    if d_weight is not None:
+        # padding, and everything where there is no token
+        d_weight[len(these.c) if len(e) else 0 :] = 0
+    return d_packed, d_weight, torch.zeros(len(weight), dtype=wide, device=e.device) if needs_bias else None
 
 
 def _panel_memory(e: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -346,7 +351,6 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The second pass: the gradients of hidden, weight and bias from what forward saved."""
     hidden, weight, bias, ids, order, count, row_max, log_sum, loss, kept, reference = ctx.saved_tensors
-    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     these = _Operands.pack(hidden, weight, bias, (ids, order, count), ctx.options.shard)
     e, wide = these.e, these.wide
     grad = torch.where(these.live(slice(0, len(hidden))), grad_losses.to(wide)[order], 0)
@@ -360,12 +364,7 @@ def _gradients(
         entry, residual = torch.where(apart, 0, entry), torch.where(apart, entry, residual)
     state = RowState(ids, row_max, log_sum, grad, entry, None if e.dtype == wide and kept is None else residual)
 
-    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-    if d_weight is not None:
-        # padding, and everything where there is no token
-        d_weight[len(these.c) if len(e) else 0 :] = 0
-    d_bias = torch.zeros(len(weight), dtype=wide, device=e.device) if needs_bias else None
-    d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
+    d_packed, d_weight, d_bias = _gradient_memory(these, weight, ctx.needs_input_grad[:3])
     factor = None
     if kept is not None:
         factor = torch.where(grad == 0, 0, grad * torch.exp(reference - row_max - log_sum))
