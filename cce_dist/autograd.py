@@ -14,7 +14,7 @@ from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, column_sums, panel_gradient
 from .kernels.product import hidden_gradient, weight_gradient
 from .kernels.rows import pack_order, pack_rows, unpack_rows
-from .kernels.runtime import cdiv, round_up, target_of
+from .kernels.runtime import beside, cdiv, join, round_up, target_of
 from .kernels.statistics import TileStatistics, panel_statistics, sum_bits
 from .kernels.target import ClassSums, class_sums, drop_targets, target_logits, target_rows
 from .parallel.collectives import all_reduce
@@ -227,7 +227,7 @@ class _Pending:
         these = self.these
         e, ids, count, col0 = these.e[rows], these.ids[rows], these.count, these.shard.start
         live = these.live(rows)
-        factor = torch.where(live, torch.exp(reference[rows] - row_max - log_sum), 0)
+        factor = torch.where(live, _softmax_scale(reference[rows], row_max, log_sum), 0)
         entry = torch.where(live, torch.expm1(-loss), 0)
         if self.d_packed is not None:
             target_rows(these.c, ids, entry, self.d_packed[rows], col0=col0, scale=factor)
@@ -301,6 +301,12 @@ def _references(these: _Operands) -> torch.Tensor:
     return reference
 
 
+def _softmax_scale(reference: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
+    """``exp(reference - lse)``: what is left to multiply the exponentials of a row with. In fp64, since the rounding of
+    the difference would be that of the whole row."""
+    return torch.exp(reference.double() - row_max.double() - log_sum.double()).to(reference.dtype)
+
+
 def _statistics(
     these: _Operands,
     rows: slice,
@@ -367,7 +373,7 @@ def _gradients(
     d_packed, d_weight, d_bias = _gradient_memory(these, weight, ctx.needs_input_grad[:3])
     factor = None
     if kept is not None:
-        factor = torch.where(grad == 0, 0, grad * torch.exp(reference - row_max - log_sum))
+        factor = torch.where(grad == 0, 0, grad * _softmax_scale(reference, row_max, log_sum))
     reduction = _walk_panels(these, state, scale, ctx.options.plan, d_packed, d_weight, d_bias, kept, factor)
     d_hidden = None
     if d_packed is not None:
@@ -437,9 +443,10 @@ def _walk_panels(
                     e, c, these.bias, state, count, panel,
                     row0=rows.start, v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
                 )  # fmt: skip
-                if d_packed is not None:
-                    hidden_gradient(panel, c, count, d_packed[rows], v0=v0, row0=rows.start, add=True)
                 last = rows.stop == len(e)
+                if d_packed is not None:
+                    with beside(e.device):
+                        hidden_gradient(panel, c, count, d_packed[rows], v0=v0, row0=rows.start, add=True)
                 later = functools.partial(
                     add_weight, panel, rows, columns,
                     None if sums is None or rows.start else sums[v0 - part.start : columns.stop - part.start],
@@ -448,13 +455,17 @@ def _walk_panels(
                 if not last or columns.stop < num_v:
                     later()
                     later = None
+                    # before the next panel takes this one's memory
+                    join(e.device)
     if d_packed is not None:
         # under the products that are left. a rank without a class or a token takes part all the same
+        join(e.device)
         reduction = all_reduce(d_packed, these.shard.group, async_op=True)  # collective
     if later is not None:
         later()
     if kept is not None and factor is not None and len(e):
         # their memory is needed
+        join(e.device)
         buffer = low = panel = later = None
         if d_bias is not None:
             assert state.residual is not None
@@ -462,6 +473,7 @@ def _walk_panels(
         if d_weight is not None:
             torch.mul(e, factor[:, None], out=e)
             add_weight(kept, everything, slice(0, start), None if whole is None else whole[slice(0, start)])
+    join(e.device)
     return reduction
 
 

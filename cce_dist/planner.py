@@ -235,13 +235,22 @@ def panel_width(n: int, d: int, num_columns: int, most: int, tiles: Tiles, multi
     goal = max(1, min(most // TILE_V, cdiv(num_columns, TILE_V)))
 
     def cost(width: int) -> int:
-        """Rounds of tiles over all panels, each with the length of its reduction."""
+        """The time of all panels, in steps of a tile's reduction."""
         total = 0
         for v in range(0, num_columns, width):
             w = min(width, num_columns - v)
-            for rows, columns, reduction in ((n, w, d), (n, d, w), (w, d, n)):
-                num_tiles = cdiv(rows, tiles.BLOCK_N) * cdiv(columns, tiles.BLOCK_V)
-                total += cdiv(num_tiles, multiprocessors) * (reduction + EPILOGUE)
+            # (tiles, their length) of the logits and the two products
+            (x, at), (e, of), (c, by) = (
+                (cdiv(rows, tiles.BLOCK_N) * cdiv(columns, tiles.BLOCK_V), reduction + EPILOGUE)
+                for rows, columns, reduction in ((n, w, d), (n, d, w), (w, d, n))
+            )
+            total += cdiv(x, multiprocessors) * at
+            # the second product begins on the multiprocessors that the first one's last round leaves idle
+            rounds, late = divmod(e, multiprocessors)
+            early = multiprocessors - late
+            first = rounds * of + cdiv(c, multiprocessors) * by
+            last = (rounds + 1) * of + (c // multiprocessors + (c % multiprocessors > early)) * by
+            total += max(first, last) if late else first
         return total
 
     return min((blocks * TILE_V for blocks in range(max(1, goal * 3 // 4), goal + 1)), key=cost)

@@ -69,6 +69,9 @@ def _weight_gradient_kernel(
     scale = tl.load(scale_ptr)
     num_v = tl.cdiv(width, BLOCK_N)
     num_d = tl.cdiv(D, BLOCK_V)
+    if ADD and not LAST:
+        # without a token nothing changes
+        num_v = tl.where(count > 0, num_v, 0)
     for tile in tl.range(tl.program_id(0), num_v * num_d, tl.num_programs(0), flatten=True):
         pid_v, pid_d = tile_position(tile, num_v, num_d, GROUP_N)
         v = pid_v * BLOCK_N
@@ -201,10 +204,20 @@ def weight_gradient(
     target = target_of(panel.device)
     tma = descriptors_fit(target, panel, e)
     tiles = tiles_for(target, panel.dtype, tma)
-    programs = cdiv(width, tiles.BLOCK_N) * cdiv(d, tiles.BLOCK_V)
-    # beside a collective some multiprocessors are taken: there the hardware had better deal out the tiles
-    if not beside_collective:
-        programs = min(programs, multiprocessors(panel.device))
+    num_d = cdiv(d, tiles.BLOCK_V)
+    first = max(1, multiprocessors(panel.device) // num_d) * tiles.BLOCK_N
+    if beside_collective and width > first:
+        # one round of tiles alone: what waits for multiprocessors when it ends is the collective, and not the others
+        weight_gradient(
+            panel[:, :first], e, count, scale, out[:first], row0=row0, sums=None if sums is None else sums[:first],
+            low=None if low is None else low[:first], add=add, last=last,
+        )  # fmt: skip
+        panel, out, low = panel[:, first:], out[first:], None if low is None else low[first:]
+        sums, width = None if sums is None else sums[first:], width - first
+        # some multiprocessors are taken from here on: the hardware had better deal out the tiles
+        programs = cdiv(width, tiles.BLOCK_N) * num_d
+    else:
+        programs = min(cdiv(width, tiles.BLOCK_N) * num_d, multiprocessors(panel.device))
     _weight_gradient_kernel[(programs,)](
         tile_source(panel, (tiles.BLOCK_D, tiles.BLOCK_N), tma),
         tile_source(e, (tiles.BLOCK_D, tiles.BLOCK_V), tma),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +55,34 @@ def target_of(device: torch.device) -> str:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    # its tiles are dealt out first: communication waits for them
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """The kernels inside start after what the current stream holds, and run beside what it gets next, up to
+    :func:`join`: the last tiles of one product leave multiprocessors idle, which the other's first ones take.
+
+    Nothing that is allocated inside may be freed before :func:`join`, nor what the kernels inside use.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _second_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def join(device: torch.device) -> None:
+    """What the current stream gets from here on starts after what ran :func:`beside` it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_second_stream(device))
 
 
 def triton_serves(tensor: torch.Tensor) -> bool:

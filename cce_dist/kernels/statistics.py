@@ -73,18 +73,19 @@ def _panel_statistics_kernel(
             m = tl.max(x, 1)
             # a tile whose logits are all -inf sums to 0; a NaN stays NaN
             safe = tl.where(m == float("-inf"), 0.0, m)
-            base = safe * LOG2E
+            # whole powers of two, whose differences are exact
+            base = tl.floor(safe * LOG2E + 0.5)
             x = tl.exp2(tl.fma(x, scale, -base[:, None]))
-            # the rounding of the base is common to the row and taken back
             s = tl.sum(x, 1) * tl.exp2(-tl.fma(safe, tl.zeros_like(safe) + LOG2E, -base))
             offs_tile = (v // BLOCK_V).to(tl.int64) * stride_tile + offs_n
             tl.store(tile_max_ptr + offs_tile, m, mask=mask_n)
             tl.store(tile_sum_ptr + offs_tile, s, mask=mask_n)
             if KEEP:
                 reference = tl.load(reference_ptr + row0 + offs_n, mask=mask_n, other=0.0)
+                other = tl.floor(reference * LOG2E + 0.5)
+                left = tl.fma(reference, tl.zeros_like(safe) + LOG2E, -other)
                 # a row that would overflow is written again with another reference
-                shift = tl.minimum(tl.fma(-reference, tl.zeros_like(safe) + LOG2E, base), 126.0)
-                x *= tl.exp2(shift)[:, None]
+                x *= (tl.exp2(tl.minimum(base - other, 126.0)) * tl.exp2(-left))[:, None]
                 if n + BLOCK_N > rows:
                     # a row past the count sees 0 times the classifier, and the bias: no number where either is inf
                     x = tl.where(mask_n[:, None], x, 0.0)
@@ -332,6 +333,7 @@ def _columns_statistics_torch(
         tile_max[first : first + len(x), :n] = m[:, :n]
         tile_sum[first : first + len(x), :n] = x.sum(2)[:, :n]
         if panel is not None:
-            shift = (safe[:, :n] - reference[start : start + n]).clamp_(max=87).exp_()
+            # in fp64: the rounding of the difference would be that of the whole row
+            shift = (safe[:, :n].double() - reference[start : start + n]).clamp_(max=87).exp_().to(wide)
             for columns, tile, factor in zip(panel[:n, v:].split(TILE_V, 1), x, shift, strict=False):
                 torch.mul(tile[:n, : columns.shape[1]], factor[:, None], out=columns)
