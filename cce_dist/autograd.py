@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, column_sums, panel_gradient
 from .kernels.product import hidden_gradient, weight_gradient
-from .kernels.rows import pack_order, pack_rows, unpack_rows
+from .kernels.rows import pack_order, pack_rows, scale_rows, unpack_rows
 from .kernels.runtime import beside, cdiv, join, round_up, target_of
 from .kernels.statistics import TileStatistics, panel_statistics, sum_bits
 from .kernels.target import ClassSums, class_sums, drop_targets, target_logits, target_rows
@@ -237,7 +237,7 @@ class _Pending:
             _add_bias_gradient(self.d_bias[: len(these.c)], panel, factor, ids, entry, count, col0, rows.start)
         if self.d_weight is not None:
             sums = class_sums(e, ids, entry, count, len(these.c), col0=col0, row0=rows.start)
-            torch.mul(e, factor[:, None], out=e)
+            scale_rows(e, factor)
             if rows.stop == len(these.e):
                 self.last = rows, panel, sums
             else:
@@ -302,8 +302,8 @@ def _references(these: _Operands) -> torch.Tensor:
 
 
 def _softmax_scale(reference: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
-    """``exp(reference - lse)``: what is left to multiply the exponentials of a row with. In fp64, since the rounding of
-    the difference would be that of the whole row."""
+    """``exp(reference - lse)``: what is left to multiply the exponentials of a row with. In fp64, since the rounding
+    of the difference would be that of the whole row."""
     return torch.exp(reference.double() - row_max.double() - log_sum.double()).to(reference.dtype)
 
 
@@ -326,9 +326,8 @@ def _statistics(
     if panel is not None and reference is not None:
         # a row far above its reference takes its largest logit instead. where there is none the second run, which
         # the host launches blindly, has no rows
-        top = statistics.fold_max()
-        lost = these.live(rows) & (top - reference[rows] > SAFE)
-        reference[rows] = torch.where(lost, top, reference[rows])
+        lost = these.live(rows) & (statistics.row_max - reference[rows] > SAFE)
+        reference[rows] = torch.where(lost, statistics.row_max, reference[rows])
         run(torch.where(lost.any(), these.count, 0), statistics)
         drop_targets(panel, these.ids, these.count, row0=rows.start, col0=these.shard.start)
     return statistics
@@ -471,7 +470,7 @@ def _walk_panels(
             assert state.residual is not None
             _add_bias_gradient(d_bias[:start], kept, factor, state.targets, state.residual, count, col0)
         if d_weight is not None:
-            torch.mul(e, factor[:, None], out=e)
+            scale_rows(e, factor)
             add_weight(kept, everything, slice(0, start), None if whole is None else whole[slice(0, start)])
     join(e.device)
     return reduction

@@ -177,7 +177,8 @@ PEERS: dict[str, Make] = {
     "apple-exact": apple("cce_exact"),
     "liger": liger,
     "liger-cute": liger_cute,
-    "quack": quack(),
+    # it refuses a chunk of as many tokens as there are features
+    "quack": quack(chunk_size=8192),
     "quack-chunked": quack(use_scaled_exp=False),
     "verl": verl,
     "fla": flash_linear_attention,

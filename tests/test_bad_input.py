@@ -333,6 +333,7 @@ def test_ranks_that_disagree(ranks, size) -> None:
     ("arguments", "message"),
     [
         ((0, 10, 0), "vocab_size must be at least 1, got 0"),
+        ((0, 10, 2**31 - 1), "vocab_size must be below 2**31 - 1, got 2147483647"),
         ((5, 4, 10), "bounds must be 0 <= start <= stop, got 5 and 4"),
         ((-1, 4, 10), "bounds must be 0 <= start <= stop, got -1 and 4"),
         ((0, 9, 10), "rows 0 to 9 are not the whole vocabulary of 10; pass the process group"),

@@ -100,6 +100,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     n, v, d = 256, 1024, 512
     x, order, count, scale = torch.zeros(n, d, dtype=dtype), torch.arange(n), torch.tensor(n), torch.ones(())
     rows.pack_rows(x, order, count)
+    rows.scale_rows(x, torch.zeros(n))
     rows.unpack_rows(torch.zeros(n, d), order, count, scale, dtype)
     ids, row, panel = torch.zeros(n, dtype=torch.int64), torch.zeros(n), torch.zeros(n, v, dtype=dtype)
     c = torch.zeros(v, d, dtype=dtype)
@@ -114,7 +115,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     target.class_sums(x, ids, row, count, v, col0=4096, out=c, scale=scale)
     gradient.column_sums(panel, row, count, torch.zeros(v))
     tiles = statistics.TileStatistics(torch.zeros(501, n), torch.zeros(501, n), ids, row, 4096, v)
-    top = tiles.fold_max()
+    top = tiles.row_max
     tiles.losses(top, tiles.shares(top, 45), 45)
 
 
@@ -194,7 +195,8 @@ def test_row_kernels_compile(record, chip, dtype) -> None:
     launches = record(chip)
     launch_rows(dtype)
     assert [launch.kernel.__name__[1:-7] for launch in launches] == [
-        "pack_rows", "unpack_rows", "target_logits", "target_logits", "drop_targets", "target_rows", "target_rows",
+        "pack_rows", "scale_rows", "unpack_rows", "target_logits", "target_logits", "drop_targets", "target_rows",
+        "target_rows",
         "class_sums", "class_sums", "class_sums", "column_sums", "fold_max", "shares", "losses",
     ]  # fmt: skip
     for launch in launches:

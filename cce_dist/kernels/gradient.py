@@ -8,7 +8,7 @@ import torch
 
 from .config import TILE_V, pass_tiles, tiles_for
 from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
-from .tiles import LOG2E, any_target, load_tile, next_step, num_tiles, store_tile
+from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_tile
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def _panel_gradient_kernel(
             here = any_target(target_ptr + row0, n, rows, col0 + v0 + v, col0 + v0 + v + BLOCK_V, BLOCK_N)
         a = load_tile(e, row0 + n, step * BLOCK_D, row0 + N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
         b = load_tile(c, v0 + v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
-        x = tl.dot(a, b.T, x, input_precision=PRECISION)
+        x = add_product(a, b.T, x, PRECISION)
         if step == num_steps - 1:
             offs_n = n + tl.arange(0, BLOCK_N)
             mask_n = offs_n < rows

@@ -17,7 +17,7 @@ from .runtime import (
     triton_serves,
 )
 from .target import ClassSums
-from .tiles import halves, load_tile, store_tile, tile_position
+from .tiles import add_product, halves, load_tile, store_tile, tile_position
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _hidden_gradient_kernel(
         for k in range(0, width, BLOCK_D):
             x = load_tile(panel, n, k, N, width, stride_panel, BLOCK_N, BLOCK_D, TMA)
             y = load_tile(c, v0 + k, d, V, D, stride_c, BLOCK_D, BLOCK_V, TMA)
-            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+            acc = add_product(x, y, acc, PRECISION)
         # a whole tile of fp32 on its way to memory would fill the shared memory that the loads need
         left, right = halves(acc, BLOCK_N, BLOCK_V)
         W: tl.constexpr = BLOCK_V // 2
@@ -76,26 +76,39 @@ def _weight_gradient_kernel(
         pid_v, pid_d = tile_position(tile, num_v, num_d, GROUP_N)
         v = pid_v * BLOCK_N
         d = pid_d * BLOCK_V
+        first = tl.full((BLOCK_N,), -1, tl.int32)
+        if not HAS_LOW:
+            # asked early: the answer takes its time. beside two halves there is no register for it
+            first = first_tokens(first_ptr, v, width, HAS_START or HAS_SUMS, BLOCK_N)
         acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
         for k in range(0, count, BLOCK_D):
             x = load_tile(panel, k, v, N, width, stride_panel, BLOCK_D, BLOCK_N, TMA).T
             y = load_tile(e, k, d, N, D, stride_e, BLOCK_D, BLOCK_V, TMA)
-            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+            acc = add_product(x, y, acc, PRECISION)
         left, right = halves(acc, BLOCK_N, BLOCK_V)
         W: tl.constexpr = BLOCK_V // 2
         _store_classes(
-            out_ptr, low_ptr, first_ptr, sums_ptr, left, scale, v, d, width, D, stride_out,
+            out_ptr, low_ptr, first_ptr, sums_ptr, first, left, scale, v, d, width, D, stride_out,
             HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, BLOCK_N, W,
         )  # fmt: skip
         _store_classes(
-            out_ptr, low_ptr, first_ptr, sums_ptr, right, scale, v, d + W, width, D, stride_out,
+            out_ptr, low_ptr, first_ptr, sums_ptr, first, right, scale, v, d + W, width, D, stride_out,
             HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, BLOCK_N, W,
         )  # fmt: skip
 
 
 @triton.jit
+def first_tokens(first_ptr, v, width, SUMS: tl.constexpr, ROWS: tl.constexpr):
+    offs_v = v + tl.arange(0, ROWS)
+    if SUMS:
+        return tl.load(first_ptr + offs_v, mask=offs_v < width, other=-1)
+    else:
+        return tl.full((ROWS,), -1, tl.int32)
+
+
+@triton.jit
 def _store_classes(
-    out_ptr, low_ptr, first_ptr, sums_ptr, value, scale, v, d, width, D, stride,
+    out_ptr, low_ptr, first_ptr, sums_ptr, first, value, scale, v, d, width, D, stride,
     HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -103,10 +116,11 @@ def _store_classes(
     offs_d = d + tl.arange(0, COLS)
     offs = offs_v[:, None].to(tl.int64) * stride + offs_d[None, :]
     mask = (offs_v < width)[:, None] & (offs_d < D)[None, :]
+    if HAS_LOW:
+        first = first_tokens(first_ptr, v, width, HAS_START or HAS_SUMS, ROWS)
     if HAS_SUMS:
-        row = tl.load(first_ptr + offs_v, mask=offs_v < width, other=-1)
-        offs_sums = row[:, None].to(tl.int64) * D + offs_d[None, :]
-        value += tl.load(sums_ptr + offs_sums, mask=mask & (row >= 0)[:, None], other=0.0)
+        offs_sums = first[:, None].to(tl.int64) * D + offs_d[None, :]
+        value += tl.load(sums_ptr + offs_sums, mask=mask & (first >= 0)[:, None], other=0.0)
     if ADD:
         # what the tokens before these gave, in fp32
         before = tl.load(out_ptr + offs, mask=mask, other=0.0)
@@ -117,8 +131,7 @@ def _store_classes(
         value *= scale
     if HAS_START:
         # the rows of classes without a token hold anything
-        touched = tl.load(first_ptr + offs_v, mask=offs_v < width, other=-1) >= 0
-        value += tl.load(out_ptr + offs, mask=mask & touched[:, None], other=0.0).to(tl.float32)
+        value += tl.load(out_ptr + offs, mask=mask & (first >= 0)[:, None], other=0.0).to(tl.float32)
     if LAST:
         tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
     elif HAS_LOW:

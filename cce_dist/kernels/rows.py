@@ -12,7 +12,7 @@ ROW_GROUP = 16
 
 
 # the id that stands for no token: past every class, so that ids stay sorted
-NO_TARGET = 1 << 62
+NO_TARGET = (1 << 31) - 1
 
 
 def pack_order(targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,9 +23,11 @@ def pack_order(targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, 
     tile of classes are then neighbours. Nothing is read back to the host.
     """
     valid = targets != ignore_index
-    ids, order = torch.sort(torch.where(valid, targets.clamp(max=NO_TARGET - 1), NO_TARGET), stable=True)
+    # what is no class stays none. half of the bits are sorted in half of the time
+    keys = torch.where(valid, targets.clamp(-1, NO_TARGET - 1), NO_TARGET).to(torch.int32)
+    ids, order = torch.sort(keys, stable=True)
     padding = round_up(len(ids), ROW_GROUP) - len(ids)
-    return torch.nn.functional.pad(ids, (0, padding), value=NO_TARGET), order, valid.sum()
+    return torch.nn.functional.pad(ids.to(torch.int64), (0, padding), value=NO_TARGET), order, valid.sum()
 
 
 @triton.jit
@@ -63,6 +65,24 @@ def pack_rows(x: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> torc
         grid = (len(out), triton.cdiv(d, block))
         _pack_rows_kernel[grid](x, order, count, out, n, d, x.stride(0), x.stride(1), BLOCK_D=block)
     return out
+
+
+@triton.jit
+def _scale_rows_kernel(x_ptr, scale_ptr, D, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    x = tl.load(x_ptr + row * D + offs_d, mask=offs_d < D, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
+    tl.store(x_ptr + row * D + offs_d, x.to(x_ptr.dtype.element_ty), mask=offs_d < D)
+
+
+def scale_rows(x: torch.Tensor, scale: torch.Tensor) -> None:
+    """``x[n] *= scale[n]``: [N, D] contiguous, [N] fp32."""
+    n, d = x.shape
+    if not triton_serves(x):
+        torch.mul(x, scale[:, None], out=x)
+    elif x.numel():
+        block = min(1024, triton.next_power_of_2(d))
+        _scale_rows_kernel[(n, triton.cdiv(d, block))](x, scale, d, BLOCK_D=block)
 
 
 def unpack_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from .runtime import (
     triton,
     triton_serves,
 )
-from .tiles import LOG2E, any_target, load_tile, next_step, num_tiles, store_tile
+from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_tile
 
 
 def sum_bits(vocab_size: int) -> int:
@@ -54,7 +55,7 @@ def _panel_statistics_kernel(
             here = any_target(target_ptr + row0, n, rows, col0 + v, col0 + v + BLOCK_V, BLOCK_N)
         a = load_tile(e, row0 + n, step * BLOCK_D, row0 + N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
         b = load_tile(c, v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
-        x = tl.dot(a, b.T, x, input_precision=PRECISION)
+        x = add_product(a, b.T, x, PRECISION)
         if step == num_steps - 1:
             offs_n = n + tl.arange(0, BLOCK_N)
             offs_v = v + tl.arange(0, BLOCK_V)
@@ -153,7 +154,7 @@ def _losses_kernel(row_max_ptr, shares_ptr, log_sum_ptr, loss_ptr, N, unit, BLOC
     log_sum = tl.log(total.to(tl.float64) * unit)
     # not (row_max + log_sum) - z: that would lose the loss of a confident token in the rounding of lse
     loss = ((row_max.to(tl.float64) - z.to(tl.float64)) + log_sum).to(tl.float32)
-    # a sum of no or several owners' targets, and what fold_max found a NaN or +inf in, have no loss
+    # a row whose target no rank or several own, and one that holds a NaN or +inf, has no loss
     loss = tl.where((owners != 1) | (row_max == float("inf")), float("nan"), loss)
     tl.store(log_sum_ptr + offs_n, log_sum.to(tl.float32), mask=mask_n)
     tl.store(loss_ptr + offs_n, loss, mask=mask_n)
@@ -175,7 +176,8 @@ class TileStatistics:
     col0: int
     num_columns: int
 
-    def fold_max(self) -> torch.Tensor:
+    @functools.cached_property
+    def row_max(self) -> torch.Tensor:
         """[n]: the largest logit of each row; +inf where a NaN or +inf is among them."""
         num_tiles, n = self.tile_max.shape
         if not triton_serves(self.tile_max):

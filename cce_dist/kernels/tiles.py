@@ -59,6 +59,16 @@ def load_tile(source, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl
 
 
 @triton.jit
+def add_product(x, y, acc, PRECISION: tl.constexpr):
+    """``acc + x @ y``. In full precision each step is summed apart: a sum of sums loses less than a long one."""
+    if x.dtype == tl.float32:
+        # a plain addition would be folded into the product
+        return tl.fma(tl.dot(x, y, input_precision=PRECISION), tl.zeros_like(acc) + 1.0, acc)
+    else:
+        return tl.dot(x, y, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def store_tile(
     target, value, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):

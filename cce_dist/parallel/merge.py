@@ -13,7 +13,8 @@ from .collectives import all_reduce
 class Statistics(Protocol):
     """What a rank knows of its columns of a chunk of n rows (see kernels/statistics.py)."""
 
-    def fold_max(self) -> torch.Tensor: ...
+    @property
+    def row_max(self) -> torch.Tensor: ...
 
     def shares(self, row_max: torch.Tensor, bits: int) -> torch.Tensor: ...
 
@@ -29,8 +30,10 @@ def merge_statistics(
     integers relative to the global maximum, so that no order of addition shows. A row that holds a NaN or +inf, and
     one whose target no rank owns, gets the loss NaN.
     """
-    row_max = statistics.fold_max()
-    all_reduce(row_max, group, dist.ReduceOp.MAX)  # collective
+    row_max = statistics.row_max
+    if group is not None:
+        row_max = row_max.clone()
+        all_reduce(row_max, group, dist.ReduceOp.MAX)  # collective
     shares = statistics.shares(row_max, bits)
     all_reduce(shares, group)  # collective
     return row_max, *statistics.losses(row_max, shares, bits)

@@ -21,7 +21,8 @@ class VocabShard:
     must tile the vocabulary; the first call of the loss with a shard compares them over the group, so make a shard
     once and keep it.
 
-    Raises ``ValueError`` for bounds that are not ``0 <= start <= stop``, for a ``vocab_size`` below 1, and for a
+    Raises ``ValueError`` for bounds that are not ``0 <= start <= stop``, for a ``vocab_size`` below 1 or from
+    2**31 - 1 on, and for a
     shard without a group that is not the whole vocabulary.
     """
 
@@ -35,6 +36,9 @@ class VocabShard:
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise ValueError(f"VocabShard: vocab_size must be at least 1, got {self.vocab_size}")
+        if self.vocab_size >= 2**31 - 1:
+            # class ids are sorted as 32 bits
+            raise ValueError(f"VocabShard: vocab_size must be below 2**31 - 1, got {self.vocab_size}")
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"VocabShard: bounds must be 0 <= start <= stop, got {self.start} and {self.stop}")
         if isinstance(self.group, int):
