@@ -1,0 +1,322 @@
+"""DTensors in and out of the loss, the head as a parallel style, and the loss under FSDP, DDP and checkpointing. The
+checks run on spawned ranks, or on those of a torchrun job."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from inputs import IGNORED, make_inputs
+from pool import subgroup
+from tolerance import assert_gradients, assert_loss
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from cce_dist import VocabParallelLMHead, VocabShard, linear_cross_entropy
+from cce_dist.parallel import agreement
+
+METHODS = ["recompute", "cached", "fused"]
+
+
+def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
+
+
+def square_mesh(device: torch.device) -> DeviceMesh:
+    """Two data-parallel ranks by two tensor-parallel ones."""
+    groups = [subgroup((0, 2), (1, 3)), subgroup((0, 1), (2, 3))]
+    return DeviceMesh.from_group(groups, device.type, mesh=[[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+
+
+def spread(whole: torch.Tensor, mesh: DeviceMesh, *placements) -> DTensor:
+    """A new leaf."""
+    leaf = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+    return leaf.requires_grad_(whole.requires_grad)
+
+
+def assert_same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    parts = [None] * group.size()
+    dist.all_gather_object(parts, tensor.detach().cpu(), group=group)
+    assert all(torch.equal(part, parts[0]) for part in parts), "the ranks differ"
+
+
+def assert_placed(gradient: torch.Tensor, *placements) -> None:
+    assert isinstance(gradient, DTensor)
+    assert gradient.placements == placements
+
+
+def check_weight(group, device, v, hidden_is_dtensor, options, method=None):
+    inputs = make_inputs(45, 24, v, device=device, bias=True, ignored=0.2)
+    mesh = mesh_of(group, device)
+    hidden = inputs.hidden.detach().requires_grad_()
+    targets = inputs.targets
+    if hidden_is_dtensor:
+        hidden, targets = spread(inputs.hidden, mesh, Replicate()), spread(targets, mesh, Replicate())
+    weight, bias = spread(inputs.weight, mesh, Shard(0)), spread(inputs.bias, mesh, Shard(0))
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias, method=method, **options)
+    assert type(loss) is torch.Tensor
+    assert_loss(loss.detach(), inputs, **options)
+    assert_same_bits(loss, group)
+    upstream = None
+    if loss.dim():
+        upstream = torch.rand(loss.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    loss.backward(upstream)
+    assert_placed(weight.grad, Shard(0))
+    assert_placed(bias.grad, Shard(0))
+    assert weight.grad.to_local().shape == weight.to_local().shape
+    if hidden_is_dtensor:
+        assert_placed(hidden.grad, Replicate())
+    else:
+        assert type(hidden.grad) is torch.Tensor
+    d_hidden = hidden.grad.to_local() if hidden_is_dtensor else hidden.grad
+    assert_same_bits(d_hidden, group)
+    assert_gradients([d_hidden, weight.grad.full_tensor(), bias.grad.full_tensor()], inputs, upstream, **options)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("hidden_is_dtensor", [False, True], ids=["plain", "replicated"])
+# 5 rows over 4 ranks: 2, 2, 1 and none
+@pytest.mark.parametrize("v", [5, 701])
+def test_a_sharded_weight_implies_the_shard(ranks, v, hidden_is_dtensor, size) -> None:
+    ranks.run(check_weight, v, hidden_is_dtensor, {}, ranks=size)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "method"), [("none", None), ("sum", "recompute"), ("sum", "cached"), ("mean", "fused")]
+)
+def test_reductions_and_methods_with_dtensors(ranks, reduction, method) -> None:
+    ranks.run(check_weight, 701, True, {"reduction": reduction}, method, ranks=2)
+
+
+def check_square_mesh(group, device, layout):
+    """The weight whole along dp: the same tokens there, or others."""
+    inputs = make_inputs(44, 24, 301, device=device, bias=True, ignored=0.2)
+    mesh = square_mesh(device)
+    weight = spread(inputs.weight, mesh, Replicate(), Shard(0))
+    bias = spread(inputs.bias, mesh, Replicate(), Shard(0))
+    if layout == "other tokens":
+        hidden = spread(inputs.hidden, mesh, Shard(0), Replicate())
+        targets = spread(inputs.targets, mesh, Shard(0), Replicate())
+    elif layout == "the same tokens":
+        hidden, targets = spread(inputs.hidden, mesh, Replicate(), Replicate()), inputs.targets
+    else:
+        hidden, targets = inputs.hidden.detach().requires_grad_(), inputs.targets
+    count = int((inputs.targets != IGNORED).sum())
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias, denominator=count)
+    loss.backward()
+    along_dp = Partial() if layout == "other tokens" else Replicate()
+    assert_placed(weight.grad, along_dp, Shard(0))
+    assert_placed(bias.grad, along_dp, Shard(0))
+    total = loss.detach().clone()
+    if layout == "other tokens":
+        dist.all_reduce(total, group=mesh.get_group("dp"))
+    assert_loss(total, inputs, denominator=count)
+    assert_same_bits(total, group)
+    d_hidden = hidden.grad
+    if isinstance(hidden, DTensor):
+        assert_placed(d_hidden, *hidden.placements)
+        d_hidden = d_hidden.full_tensor()
+    gradients = [d_hidden, weight.grad.full_tensor(), bias.grad.full_tensor()]
+    assert_gradients(gradients, inputs, denominator=count)
+
+
+@pytest.mark.parametrize("layout", ["plain", "the same tokens", "other tokens"])
+def test_one_axis_of_a_mesh(ranks, layout) -> None:
+    ranks.run(check_square_mesh, layout, ranks=4)
+
+
+def check_plain_weight_and_its_shard(group, device):
+    inputs = make_inputs(20, 24, 301, device=device)
+    mesh = mesh_of(group, device)
+    hidden = spread(inputs.hidden, mesh, Replicate())
+    head = VocabParallelLMHead(24, 301, group=group, device=device)
+    with torch.no_grad():
+        head.weight.copy_(inputs.weight[head.shard.start : head.shard.stop])
+    loss = head.loss(hidden, inputs.targets)
+    assert_loss(loss.detach(), inputs)
+    loss.backward()
+    assert_placed(hidden.grad, Replicate())
+    assert type(head.weight.grad) is torch.Tensor
+    parts = [None] * group.size()
+    dist.all_gather_object(parts, head.weight.grad.cpu(), group=group)
+    assert_gradients([hidden.grad.to_local(), torch.cat(parts).to(device), None], inputs)
+
+
+def test_a_plain_weight_with_its_shard_takes_dtensors(ranks) -> None:
+    ranks.run(check_plain_weight_and_its_shard, ranks=3)
+
+
+def check_unfinished(group, device):
+    """Hidden states that a collective may still be writing, as RowwiseParallel returns them."""
+    inputs = make_inputs(20, 24, 301, device=device)
+    mesh = mesh_of(group, device)
+    whole = inputs.hidden.detach().requires_grad_()
+    hidden = DTensor.from_local(whole / group.size(), mesh, (Partial(),), run_check=False)
+    hidden = hidden.redistribute(placements=(Replicate(),), async_op=True).to_local()
+    assert type(hidden) is not torch.Tensor
+    weight = spread(inputs.weight, mesh, Shard(0))
+    loss = linear_cross_entropy(hidden, weight, inputs.targets)
+    assert type(loss) is torch.Tensor
+    assert_loss(loss.detach(), inputs)
+    loss.backward()
+    assert_gradients([whole.grad * group.size(), weight.grad.full_tensor(), None], inputs)
+
+
+def test_hidden_states_that_are_still_on_their_way(ranks) -> None:
+    ranks.run(check_unfinished, ranks=2)
+
+
+def check_implied_shard(group, device, v):
+    mesh = mesh_of(group, device)
+    weight = distribute_tensor(torch.zeros(v, 8, device=device), mesh, [Shard(0)], src_data_rank=None)
+    shard = VocabShard.from_dtensor(weight)
+    assert shard == VocabShard.chunked(v, group)
+    assert shard.rows == len(weight.to_local())
+    again = distribute_tensor(torch.ones(v, 8, device=device), mesh, [Shard(0)], src_data_rank=None)
+    assert VocabShard.from_dtensor(again) is shard
+    with pytest.raises(TypeError, match="weight must be a DTensor, got Tensor"):
+        VocabShard.from_dtensor(torch.zeros(v, 8))
+
+
+@pytest.mark.parametrize("v", [3, 8, 701])
+def test_the_implied_shard(ranks, v) -> None:
+    ranks.run(check_implied_shard, v, ranks=4)
+
+
+def check_compared_once(group, device):
+    # as on a GPU, where a group compares once for a shard and shapes
+    inputs = make_inputs(20, 24, 507, device=device)
+    mesh = mesh_of(group, device)
+    compared = []
+    gather = dist.all_gather_object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_comparing_waits", lambda device: True)
+        patch.setattr(dist, "all_gather_object", lambda *a, **k: (compared.append(1), gather(*a, **k)))
+        for _ in range(3):
+            weight = spread(inputs.weight, mesh, Shard(0))
+            loss = linear_cross_entropy(spread(inputs.hidden, mesh, Replicate()), weight, inputs.targets)
+    assert_loss(loss.detach(), inputs)
+    assert len(compared) == 1
+
+
+def test_ranks_with_dtensors_compare_once(ranks) -> None:
+    ranks.run(check_compared_once, ranks=3)
+
+
+# name -> (what replaces good operands, the error, what it says)
+def _mistakes(mesh, group, whole):
+    hidden, weight, bias, targets = whole
+
+    def on(tensor, *placements):
+        return distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=None)
+
+    partial = DTensor.from_local(hidden.detach(), mesh, (Partial(),), run_check=False)
+    count = on(torch.tensor(3.0, device=hidden.device), Replicate())
+    v = len(weight)
+    return {
+        "hidden of features": (
+            {"hidden": on(hidden, Shard(1))},
+            ValueError,
+            "hidden has the placements (Shard(dim=1),), expected Replicate or Shard of a dimension but the last, 1",
+        ),
+        "hidden unsummed": ({"hidden": partial}, ValueError, "hidden has the placements (Partial(sum),), expected"),
+        "hidden of another width": (
+            {"hidden": on(hidden[:, :7], Replicate())},
+            ValueError,
+            "weight must have the shape [V, 7] for hidden (20, 7)",
+        ),
+        "weight of columns": (
+            {"weight": on(weight, Shard(1))},
+            ValueError,
+            "weight has the placements (Shard(dim=1),) on DeviceMesh(",
+        ),
+        "weight whole": (
+            {"weight": on(weight, Replicate())},
+            ValueError,
+            "and Replicate on the others; of a whole weight pass weight.to_local()",
+        ),
+        "weight plain": (
+            {"weight": weight.detach(), "bias": None},
+            TypeError,
+            "weight is a plain tensor, hidden a DTensor: expected weight as a DTensor with Shard(0)",
+        ),
+        "bias plain": ({"bias": bias.detach()}, TypeError, "bias is a plain tensor, weight a DTensor: expected a DT"),
+        "bias whole": (
+            {"bias": on(bias, Replicate())},
+            ValueError,
+            "bias has the placements (Replicate(),), expected those of weight, (Shard(dim=0),)",
+        ),
+        "targets of ranks": (
+            {"targets": on(targets, Shard(0))},
+            ValueError,
+            "targets has the placements (Shard(dim=0),), expected (Replicate(),) on DeviceMesh(",
+        ),
+        "shard of another layout": (
+            {"shard": VocabShard.padded(v, 64, group)},
+            ValueError,
+            "but weight's placements say VocabShard(start=",
+        ),
+        "shard of no group": ({"shard": VocabShard(0, v, v)}, ValueError, "but weight's placements say VocabShard("),
+        "shard that is none": ({"shard": 3}, TypeError, "shard must be a VocabShard, got int"),
+        "denominator": (
+            {"denominator": count},
+            TypeError,
+            "denominator is a DTensor; pass denominator.full_tenso",
+        ),
+    }
+
+
+def check_refused(group, device):
+    inputs = make_inputs(20, 24, 301, device=device, bias=True)
+    mesh = mesh_of(group, device)
+    good = {
+        "hidden": spread(inputs.hidden, mesh, Replicate()),
+        "weight": spread(inputs.weight, mesh, Shard(0)),
+        "bias": spread(inputs.bias, mesh, Shard(0)),
+        "targets": inputs.targets,
+    }
+    mistakes = _mistakes(mesh, group, (inputs.hidden, inputs.weight, inputs.bias, inputs.targets))
+    for name, (wrong, error, message) in mistakes.items():
+        # on all ranks, and on one: the others must not wait for it
+        for where in (None, 1):
+            mine = where is None or dist.get_rank(group) == where
+            arguments = {**good, **wrong} if mine else good
+            with pytest.raises(error, match=re.escape(message)) as raised:
+                linear_cross_entropy(**arguments)
+            assert str(raised.value).startswith("rank 1 of the group") == (not mine), name
+    # a shard that agrees is taken
+    loss = linear_cross_entropy(**good, shard=VocabShard.chunked(301, group))
+    assert_loss(loss.detach(), inputs)
+
+
+def test_mistakes_are_told_on_every_rank(ranks) -> None:
+    ranks.run(check_refused, ranks=3)
+
+
+def check_refused_on_a_square(group, device):
+    inputs = make_inputs(20, 24, 301, device=device)
+    mesh = square_mesh(device)
+    weight = spread(inputs.weight, mesh, Replicate(), Shard(0))
+    hidden = spread(inputs.hidden, mesh, Replicate(), Replicate())
+    with pytest.raises(ValueError, match=r"hidden is a DTensor on DeviceMesh\(.* expected one mesh"):
+        linear_cross_entropy(spread(inputs.hidden, mesh["tp"], Replicate()), weight, inputs.targets)
+    sharded_twice = spread(inputs.weight, mesh, Shard(0), Shard(0))
+    with pytest.raises(ValueError, match="FSDP leaves a parameter sharded outside the forward"):
+        linear_cross_entropy(hidden, sharded_twice, inputs.targets)
+    with pytest.raises(ValueError, match=r"targets has the placements .* expected \(Shard\(dim=0\), Replicate\(\)\)"):
+        linear_cross_entropy(
+            spread(inputs.hidden, mesh, Shard(0), Replicate()),
+            weight,
+            spread(inputs.targets, mesh, Replicate(), Replicate()),
+        )
+    # its group is of no axis
+    shard = VocabShard.even(301, group)
+    rows = inputs.weight.detach()[shard.start : shard.stop]
+    with pytest.raises(ValueError, match=r"shard is over the ranks \[0, 1, 2, 3\], hidden on DeviceMesh"):
+        linear_cross_entropy(hidden, rows, inputs.targets, shard=shard)
+
+
+def test_mistakes_on_a_mesh_of_two_axes(ranks) -> None:
+    ranks.run(check_refused_on_a_square, ranks=4)
