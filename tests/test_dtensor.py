@@ -3,21 +3,28 @@ checks run on spawned ranks, or on those of a torchrun job."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
 from inputs import IGNORED, make_inputs
 from pool import subgroup
-from tolerance import assert_gradients, assert_loss
+from tolerance import FP64, assert_gradients, assert_loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabParallelLMHead, VocabShard, linear_cross_entropy
+from cce_dist import VocabParallelHead, VocabParallelLMHead, VocabShard, linear_cross_entropy
 from cce_dist.parallel import agreement
 
-METHODS = ["recompute", "cached", "fused"]
+# where a GPU would take no fp64, these compare the layouts of CPUs alone
+CPU = torch.device("cpu")
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
@@ -320,3 +327,140 @@ def check_refused_on_a_square(group, device):
 
 def test_mistakes_on_a_mesh_of_two_axes(ranks) -> None:
     ranks.run(check_refused_on_a_square, ranks=4)
+
+
+class Model(nn.Module):
+    """ids [B, T] -> hidden states [B, T, D] -> the loss: of logits, until the head has one."""
+
+    def __init__(self, bias: bool = True, vocab_size: int = 301) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(vocab_size, 16, dtype=torch.float64)
+        self.norm = nn.LayerNorm(16, dtype=torch.float64)
+        self.up = nn.Linear(16, 24, dtype=torch.float64)
+        self.down = nn.Linear(24, 16, dtype=torch.float64)
+        self.lm_head = nn.Linear(16, vocab_size, bias=bias, dtype=torch.float64)
+
+    def features(self, ids):
+        x = self.embed(ids)
+        return x + self.down(self.up(self.norm(x)).relu())
+
+    def forward(self, ids, targets, reentrant=None, **options):
+        hidden = self.features(ids)
+        if not hasattr(self.lm_head, "loss"):
+            return F.cross_entropy(self.lm_head(hidden).flatten(0, 1), targets.flatten())
+        loss = functools.partial(self.lm_head.loss, **options)
+        if reentrant is None:
+            return loss(hidden, targets)
+        return checkpoint(loss, hidden, targets, use_reentrant=reentrant)
+
+
+def make_batch(size=4, vocab_size=301):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocab_size, (size, 9), generator=generator)
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = IGNORED
+    return ids, targets
+
+
+BODY = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+PLAN = {"embed": RowwiseParallel(input_layouts=Replicate()), **BODY}
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+    assert actual.shape == expected.shape
+    error = (actual - expected).norm() / expected.norm()
+    assert error <= FP64, f"{what}: off by {error:.1e}"
+
+
+def assert_gradients_of(module: nn.Module, plain: nn.Module, shard: VocabShard | None = None) -> None:
+    """Of all parameters; plain ones of head and embedding are the shard's rows."""
+    expected = dict(plain.named_parameters())
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        rows = slice(shard.start, shard.stop) if shard and len(parameter) == shard.rows else slice(None)
+        assert_near(parameter.grad, expected[name].grad[rows], name)
+
+
+def check_style(group, device, bias, vocab_size):
+    plain = Model(bias, vocab_size)
+    ids, targets = make_batch(vocab_size=vocab_size)
+    model = parallelize_module(copy.deepcopy(plain), mesh_of(group, CPU), {**BODY, "lm_head": VocabParallelHead()})
+    assert isinstance(model.lm_head, nn.Linear)
+    for _, parameter in model.lm_head.named_parameters():
+        assert_placed(parameter, Shard(0))
+    expected, loss = plain(ids, targets), model(ids, targets)
+    assert type(loss) is torch.Tensor
+    assert_near(loss, expected)
+    assert_same_bits(loss, group)
+    expected.backward()
+    loss.backward()
+    assert_gradients_of(model, plain)
+    assert_near(model(ids, targets, reduction="sum"), expected * (targets != IGNORED).sum())
+    # logits as before, and the same gradients through them
+    logits = model.lm_head(model.features(ids))
+    assert type(logits + 0) is torch.Tensor
+    assert_near(logits, plain.lm_head(plain.features(ids)))
+    model.zero_grad()
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    assert_gradients_of(model, plain)
+    again = copy.deepcopy(model)
+    assert_near(again(ids, targets), expected)
+    assert again.lm_head.weight is not model.lm_head.weight
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("bias", "vocab_size"), [(True, 301), (False, 4)])
+def test_head_in_a_plan(ranks, bias, vocab_size, size) -> None:
+    ranks.run(check_style, bias, vocab_size, ranks=size)
+
+
+def check_style_options(group, device):
+    mesh, plain = mesh_of(group, CPU), Model()
+    hidden = plain.features(make_batch()[0]).detach()
+
+    def head(**options):
+        return parallelize_module(copy.deepcopy(plain.lm_head), mesh, VocabParallelHead(**options))
+
+    logits = head(output_layouts=Shard(-1), use_local_output=False)(hidden)
+    assert_placed(logits, Shard(2))
+    assert_near(logits, plain.lm_head(hidden))
+    big = nn.Linear(8, 1 << 20, device="meta")
+    assert parallelize_module(big, mesh, VocabParallelHead()).weight.to_local().is_meta
+    assert "Replicate()" in repr(VocabParallelHead())
+    with pytest.raises(TypeError, match=r"VocabParallelHead parallelizes an nn.Linear, got Embedding"):
+        parallelize_module(copy.deepcopy(plain.embed), mesh, VocabParallelHead())
+    columns = parallelize_module(copy.deepcopy(plain.lm_head), mesh, RowwiseParallel())
+    with pytest.raises(ValueError, match=r"weight is a DTensor with the placements \(Shard\(dim=1\),\)"):
+        parallelize_module(columns, mesh, VocabParallelHead())
+
+
+def test_options_of_the_style(ranks) -> None:
+    ranks.run(check_style_options, ranks=2)
+
+
+def check_tied(group, device, again):
+    plain = Model(bias=False)
+    ids, targets = make_batch()
+    model = copy.deepcopy(plain)
+    plain.lm_head.weight = plain.embed.weight
+    mesh = mesh_of(group, CPU)
+    if again == "after":
+        parallelize_module(model, mesh, {**PLAN, "lm_head": VocabParallelHead()})
+        model.lm_head.weight = model.embed.weight
+    else:
+        parallelize_module(model, mesh, PLAN)
+        model.lm_head.weight = model.embed.weight
+        parallelize_module(model, mesh, {"lm_head": VocabParallelHead()})
+        assert model.lm_head.weight is model.embed.weight
+    expected, loss = plain(ids, targets), model(ids, targets)
+    assert_near(loss, expected)
+    expected.backward()
+    loss.backward()
+    assert_gradients_of(model, plain)
+
+
+@pytest.mark.parametrize("again", ["after", "between"])
+def test_tied_to_a_parallelized_embedding(ranks, again) -> None:
+    ranks.run(check_tied, again, ranks=3)
