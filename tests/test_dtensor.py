@@ -13,18 +13,23 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from inputs import IGNORED, make_inputs
+from plans import forced_plan
 from pool import subgroup
 from tolerance import FP64, assert_gradients, assert_loss
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabParallelHead, VocabParallelLMHead, VocabShard, linear_cross_entropy
+from cce_dist import VocabParallelEmbedding, VocabParallelHead, VocabParallelLMHead, VocabShard, linear_cross_entropy
 from cce_dist.parallel import agreement
 
 # where a GPU would take no fp64, these compare the layouts of CPUs alone
 CPU = torch.device("cpu")
+METHODS = ["recompute", "cached", "fused"]
 
 
 def mesh_of(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
@@ -464,3 +469,144 @@ def check_tied(group, device, again):
 @pytest.mark.parametrize("again", ["after", "between"])
 def test_tied_to_a_parallelized_embedding(ranks, again) -> None:
     ranks.run(check_tied, again, ranks=3)
+
+
+class Collectives(TorchDispatchMode):
+    """Records the collectives that gather and scatter whole tensors, as FSDP's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name.startswith("c10d::") and ("gather_" in name or "scatter_" in name) and name != "c10d::allgather_":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def check_fsdp(group, device, method, fields, unit):
+    mesh, plain = square_mesh(CPU), Model()
+    ids, targets = make_batch()
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {**PLAN, "lm_head": VocabParallelHead()})
+    if unit == "head":
+        fully_shard(model.lm_head, mesh=mesh["dp"], reshard_after_forward=False)
+        register_fsdp_forward_method(model.lm_head, "loss")
+    # the head is gathered alone, or with the rest
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
+    dp_rank = mesh.get_local_rank("dp")
+    mine = slice(2 * dp_rank, 2 * dp_rank + 2)
+    plain(ids, targets).backward()
+    count = int((targets != IGNORED).sum())
+    for _ in range(2):
+        model.zero_grad()
+        with Collectives() as collectives, forced_plan(**fields):
+            # FSDP takes the mean over its ranks
+            loss = model(ids[mine], targets[mine], denominator=count / 2, method=method)
+            loss.backward()
+        units = 2 if unit == "head" else 1
+        assert len(collectives.names) == 2 * units, collectives.names
+        assert sum("scatter" in name for name in collectives.names) == units, collectives.names
+        assert_gradients_of(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "unit"),
+    [
+        ("recompute", {"panel": 64, "wide": 0, "rows": 8}, "head"),
+        ("cached", {"kept": 0, "panel": 64, "wide": 0}, "model"),
+        ("fused", {"chunk": 4}, "head"),
+        ("fused", {"chunk": 4}, "model"),
+    ],
+)
+def test_fsdp_gathers_and_scatters_the_head_once(ranks, method, fields, unit) -> None:
+    ranks.run(check_fsdp, method, fields, unit, ranks=4)
+
+
+def check_outside_forward(group, device):
+    mesh = square_mesh(CPU)
+    head = parallelize_module(Model().lm_head, mesh["tp"], VocabParallelHead())
+    fully_shard(head, mesh=mesh["dp"])
+    hidden, targets = torch.zeros(4, 16, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"register_fsdp_forward_method"):
+        head.loss(hidden, targets)
+    register_fsdp_forward_method(head, "loss")
+    assert head.loss(hidden, targets).isfinite()
+
+
+def test_the_loss_outside_of_a_forward_says_what_to_do(ranks) -> None:
+    ranks.run(check_outside_forward, ranks=4)
+
+
+def spread_over(plain: Model, group: dist.ProcessGroup) -> Model:
+    """Plain parameters: a body that all ranks hold, a head and embedding of which each holds rows."""
+    model = copy.deepcopy(plain)
+    model.lm_head = VocabParallelLMHead.from_linear(plain.lm_head, group)
+    model.embed = VocabParallelEmbedding.from_embedding(plain.embed, group)
+    return model
+
+
+def check_ddp(group, device):
+    mesh, plain = square_mesh(CPU), Model()
+    ids, targets = make_batch(8)
+    plain(ids, targets).backward()
+    model = spread_over(plain, mesh.get_group("tp"))
+    wrapped = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    first = 4 * mesh.get_local_rank("dp")
+    count = int((targets != IGNORED).sum())
+    for _ in range(2):
+        model.zero_grad()
+        # DDP takes the mean over its ranks
+        with wrapped.no_sync():
+            wrapped(ids[first : first + 1], targets[first : first + 1], denominator=count / 2).backward()
+        rest = slice(first + 1, first + 4)
+        wrapped(ids[rest], targets[rest], denominator=count / 2).backward()
+        assert_gradients_of(model, plain, model.lm_head.shard)
+
+
+def test_ddp_and_accumulated_gradients(ranks) -> None:
+    ranks.run(check_ddp, ranks=4)
+
+
+def check_fsdp_accumulates(group, device):
+    mesh, plain = square_mesh(CPU), Model()
+    ids, targets = make_batch(8)
+    plain(ids, targets).backward()
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {**PLAN, "lm_head": VocabParallelHead()})
+    fully_shard(model, mesh=mesh["dp"])
+    first = 4 * mesh.get_local_rank("dp")
+    count = int((targets != IGNORED).sum())
+    # with one reduction, of the last
+    model.set_requires_gradient_sync(False)
+    model(ids[first : first + 1], targets[first : first + 1], denominator=count / 2).backward()
+    model.set_requires_gradient_sync(True)
+    rest = slice(first + 1, first + 4)
+    model(ids[rest], targets[rest], denominator=count / 2).backward()
+    assert_gradients_of(model, plain)
+
+
+def test_fsdp_accumulates_gradients(ranks) -> None:
+    ranks.run(check_fsdp_accumulates, ranks=4)
+
+
+def check_checkpointing(group, device, kind, reentrant, method):
+    plain = Model()
+    ids, targets = make_batch()
+    expected = plain(ids, targets)
+    expected.backward()
+    if kind == "plain":
+        model = spread_over(plain, group)
+    else:
+        plan = {**PLAN, "lm_head": VocabParallelHead()}
+        model = parallelize_module(copy.deepcopy(plain), mesh_of(group, CPU), plan)
+    loss = model(ids, targets, reentrant=reentrant, method=method)
+    assert_near(loss, expected)
+    loss.backward()
+    assert_gradients_of(model, plain, model.lm_head.shard if kind == "plain" else None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("kind", ["plain", "dtensor"])
+def test_activation_checkpointing_around_the_loss(ranks, kind, reentrant, method) -> None:
+    ranks.run(check_checkpointing, kind, reentrant, method, ranks=2)
