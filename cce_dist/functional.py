@@ -98,7 +98,7 @@ def linear_cross_entropy(
         "whether gradients are recorded": torch.is_grad_enabled(),
     }  # fmt: skip
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
-    agree(given, same, device, error)
+    agree(given, same, targets, device, error)
     assert isinstance(shard, VocabShard)
 
     labels = targets.reshape(-1).to(torch.int64)

@@ -538,6 +538,21 @@ def test_the_loss_outside_of_a_forward_says_what_to_do(ranks) -> None:
     ranks.run(check_outside_forward, ranks=4)
 
 
+def check_data_parallel_alone(group, device):
+    """Outside its forward a parameter of FSDP looks like a vocabulary spread over the data-parallel ranks."""
+    head = nn.Linear(16, 301, dtype=torch.float64)
+    fully_shard(head, mesh=mesh_of(group, CPU))
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    hidden = torch.randn(20, 16, dtype=torch.float64, generator=generator)
+    targets = torch.randint(301, (20,), generator=generator)
+    with pytest.raises(ValueError, match="a checksum of targets must be the same on every rank of the group"):
+        linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
+
+
+def test_ranks_with_other_tokens_are_told_apart(ranks) -> None:
+    ranks.run(check_data_parallel_alone, ranks=3)
+
+
 def spread_over(plain: Model, group: dist.ProcessGroup) -> Model:
     """Plain parameters: a body that all ranks hold, a head and embedding of which each holds rows."""
     model = copy.deepcopy(plain)
