@@ -17,7 +17,7 @@ from plans import forced_plan
 from pool import subgroup
 from tolerance import FP64, assert_gradients, assert_loss
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -523,6 +523,30 @@ def test_fsdp_gathers_and_scatters_the_head_once(ranks, method, fields, unit) ->
     ranks.run(check_fsdp, method, fields, unit, ranks=4)
 
 
+def check_mixed_precision(group, device):
+    """fp32 parameters that FSDP gathers in 16 bits; the same tokens on all ranks, whose mean is then exact."""
+    mesh = square_mesh(device)
+    inputs = make_inputs(45, 24, 301, torch.bfloat16, device=device, ignored=0.2)
+    head = nn.Linear(24, 301, bias=False, device=device)
+    with torch.no_grad():
+        head.weight.copy_(inputs.weight)
+    parallelize_module(head, mesh["tp"], VocabParallelHead())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(head, mesh=mesh["dp"], mp_policy=policy)
+    register_fsdp_forward_method(head, "loss")
+    hidden = inputs.hidden.detach().requires_grad_()
+    loss = head.loss(hidden, inputs.targets)
+    assert_loss(loss.detach(), inputs)
+    loss.backward()
+    d_weight = head.weight.grad.full_tensor()
+    assert d_weight.dtype == torch.float32
+    assert_gradients([hidden.grad, d_weight.bfloat16(), None], inputs)
+
+
+def test_fsdp_with_mixed_precision(ranks) -> None:
+    ranks.run(check_mixed_precision, ranks=4)
+
+
 def check_outside_forward(group, device):
     mesh = square_mesh(CPU)
     head = parallelize_module(Model().lm_head, mesh["tp"], VocabParallelHead())
@@ -588,6 +612,9 @@ def check_fsdp_accumulates(group, device):
     ids, targets = make_batch(8)
     plain(ids, targets).backward()
     model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {**PLAN, "lm_head": VocabParallelHead()})
+    # gathered anew for backward
+    fully_shard(model.lm_head, mesh=mesh["dp"], reshard_after_forward=True)
+    register_fsdp_forward_method(model.lm_head, "loss")
     fully_shard(model, mesh=mesh["dp"])
     first = 4 * mesh.get_local_rank("dp")
     count = int((targets != IGNORED).sum())

@@ -210,7 +210,7 @@ def _shard_on(mesh: DeviceMesh, axis: int, vocab_size: int, sequence_parallel: b
     return _cached_shard(mesh.get_group(axis), mesh.get_local_rank(axis), vocab_size, sequence_parallel)
 
 
-# kept for the life of the group: what its ranks have agreed on must be remembered by all of them or by none
+# kept for good: what the group's ranks have agreed on must be remembered by all of them or by none
 @functools.cache
 def _cached_shard(group: dist.ProcessGroup, rank: int, vocab_size: int, sequence_parallel: bool) -> VocabShard:
     if sequence_parallel:
