@@ -33,7 +33,7 @@ def linear_cross_entropy(
     Args:
         hidden: ``[..., D]``, float32, bfloat16, float16, or float64 on CPUs. Equal on all ranks of ``shard.group``.
             A DTensor: ``Replicate``, or ``Shard`` of a dimension but the last, the sequence's, whose slices the ranks
-            then hold.
+            then hold. Beside DTensors a plain tensor counts as replicated.
         weight: ``[V, D]``, hidden's dtype: the classifier, or this rank's rows of it where ``shard`` says so.
             A DTensor with ``Shard(0)`` on one axis of its mesh implies the shard; on other axes it is whole.
         targets: ``[...]``, int64 (or int32), class ids of the whole vocabulary. A DTensor: ``Replicate``.

@@ -102,6 +102,31 @@ def test_reductions_and_methods_with_dtensors(ranks, reduction, method) -> None:
     ranks.run(check_weight, 701, True, {"reduction": reduction}, method, ranks=2)
 
 
+def check_autocast_and_frozen(group, device):
+    inputs = make_inputs(45, 24, 301, device=device, ignored=0.2)
+    mesh = mesh_of(group, device)
+    hidden, weight = spread(inputs.hidden, mesh, Replicate()), spread(inputs.weight, mesh, Shard(0))
+    with torch.no_grad():
+        assert_loss(linear_cross_entropy(hidden, weight, inputs.targets), inputs)
+    rounded = inputs._replace(hidden=inputs.hidden.detach().bfloat16(), weight=inputs.weight.detach().bfloat16())
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, inputs.targets)
+    assert_loss(loss.detach(), rounded)
+    loss.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    gradients = [hidden.grad.full_tensor().bfloat16(), weight.grad.full_tensor().bfloat16(), None]
+    assert_gradients(gradients, rounded)
+    weight.requires_grad_(False)
+    weight.grad = hidden.grad = None
+    linear_cross_entropy(hidden, weight, inputs.targets).backward()
+    assert weight.grad is None
+    assert_gradients([hidden.grad.full_tensor(), None, None], inputs)
+
+
+def test_autocast_and_frozen_dtensors(ranks) -> None:
+    ranks.run(check_autocast_and_frozen, ranks=2)
+
+
 def check_square_mesh(group, device, layout):
     """The weight whole along dp: the same tokens there, or others."""
     inputs = make_inputs(44, 24, 301, device=device, bias=True, ignored=0.2)
