@@ -4,6 +4,7 @@ checks run on spawned ranks, or on those of a torchrun job."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import re
 
@@ -19,7 +20,12 @@ from tolerance import FP64, assert_gradients, assert_loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -385,9 +391,9 @@ class Model(nn.Module):
         return checkpoint(loss, hidden, targets, use_reentrant=reentrant)
 
 
-def make_batch(size=4, vocab_size=301):
+def make_batch(size=4, vocab_size=301, length=9):
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocab_size, (size, 9), generator=generator)
+    ids = torch.randint(vocab_size, (size, length), generator=generator)
     targets = ids.roll(-1, 1)
     targets[:, -1] = IGNORED
     return ids, targets
@@ -677,3 +683,149 @@ def check_checkpointing(group, device, kind, reentrant, method):
 @pytest.mark.parametrize("kind", ["plain", "dtensor"])
 def test_activation_checkpointing_around_the_loss(ranks, kind, reentrant, method) -> None:
     ranks.run(check_checkpointing, kind, reentrant, method, ranks=2)
+
+
+def unleafed(leaf: DTensor) -> DTensor:
+    """As a model's hidden states are. Of a leaf with uneven slices torch 2.11 accumulates the gradient with another
+    placement."""
+    hidden = leaf.clone()
+    hidden.retain_grad()
+    return hidden
+
+
+def check_sequence(group, device, shape, dim, dtype, options, method=None):
+    """Each rank holds a slice of the hidden states' sequence and gets that slice's gradient."""
+    inputs = make_inputs(shape[0] * shape[1], 24, 301, dtype, device=device, bias=True, ignored=0.2)
+    mesh = mesh_of(group, device)
+    whole = inputs.hidden if dim is None else inputs.hidden.view(*shape, 24)
+    hidden = unleafed(spread(whole, mesh, Shard(dim or 0)))
+    targets = inputs.targets.view(whole.shape[:-1])
+    weight, bias = spread(inputs.weight, mesh, Shard(0)), spread(inputs.bias, mesh, Shard(0))
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias, method=method, **options)
+    assert type(loss) is torch.Tensor
+    assert loss.shape == (targets.shape if options.get("reduction") == "none" else ())
+    assert_loss(loss.detach().flatten() if loss.dim() else loss.detach(), inputs, **options)
+    assert_same_bits(loss, group)
+    upstream = None
+    if loss.dim():
+        upstream = torch.rand(loss.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    loss.backward(upstream)
+    assert_placed(hidden.grad, *hidden.placements)
+    assert hidden.grad.to_local().shape == hidden.to_local().shape
+    assert_placed(weight.grad, Shard(0))
+    d_hidden = hidden.grad.full_tensor().flatten(0, -2)
+    gradients = [d_hidden, weight.grad.full_tensor(), bias.grad.full_tensor()]
+    assert_gradients(gradients, inputs, None if upstream is None else upstream.flatten(), **options)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+# 9 over 4 ranks: 3, 3, 3 and none. without a dimension the tokens are flat
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_slices_of_the_sequence(ranks, dim, size) -> None:
+    ranks.run(check_sequence, (5, 9), dim, torch.float32, {}, ranks=size)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "method"), [("none", None), ("sum", "recompute"), ("sum", "cached"), ("mean", "fused")]
+)
+def test_methods_with_slices_of_the_sequence(ranks, reduction, method) -> None:
+    ranks.run(check_sequence, (5, 7), 1, torch.bfloat16, {"reduction": reduction}, method, ranks=3)
+
+
+def check_sequence_on_a_square(group, device):
+    inputs = make_inputs(4 * 7, 24, 301, device=device, ignored=0.2)
+    mesh = square_mesh(device)
+    weight = spread(inputs.weight, mesh, Replicate(), Shard(0))
+    hidden = unleafed(spread(inputs.hidden.view(4, 7, 24), mesh, Shard(0), Shard(1)))
+    targets = spread(inputs.targets.view(4, 7), mesh, Shard(0), Replicate())
+    count = int((inputs.targets != IGNORED).sum())
+    loss = linear_cross_entropy(hidden, weight, targets, denominator=count)
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=mesh.get_group("dp"))
+    assert_loss(total, inputs, denominator=count)
+    assert_placed(hidden.grad, Shard(0), Shard(1))
+    assert_placed(weight.grad, Partial(), Shard(0))
+    gradients = [hidden.grad.full_tensor().flatten(0, 1), weight.grad.full_tensor(), None]
+    assert_gradients(gradients, inputs, denominator=count)
+
+
+def test_batch_and_sequence_on_two_axes(ranks) -> None:
+    ranks.run(check_sequence_on_a_square, ranks=4)
+
+
+def check_sequence_shards(group, device):
+    inputs = make_inputs(20, 24, 301, device=device)
+    mesh = mesh_of(group, device)
+    weight = spread(inputs.weight, mesh, Shard(0))
+    sliced, whole = spread(inputs.hidden, mesh, Shard(0)), spread(inputs.hidden, mesh, Replicate())
+    shard = VocabShard.chunked(301, group)
+    sequence = dataclasses.replace(shard, sequence_parallel=True)
+    # a DTensor says whether it is a slice; a plain tensor does not
+    for hidden, given in ((sliced, None), (sliced, sequence), (whole, shard), (sliced.to_local(), sequence)):
+        loss = linear_cross_entropy(hidden, weight, inputs.targets, shard=given)
+        assert_loss(loss.detach(), inputs)
+    for hidden, given in ((sliced, shard), (whole, sequence)):
+        with pytest.raises(ValueError, match=r"shard is VocabShard\(.* but weight's placements say VocabShard\("):
+            linear_cross_entropy(hidden, weight, inputs.targets, shard=given)
+    rows = inputs.weight.detach()[shard.start : shard.stop]
+    loss = linear_cross_entropy(sliced, rows, inputs.targets, shard=sequence)
+    assert_loss(loss.detach(), inputs)
+    with pytest.raises(ValueError, match="shard has sequence_parallel=False, expected True for hidden"):
+        linear_cross_entropy(sliced, rows, inputs.targets, shard=shard)
+
+
+def test_slices_and_shards_agree(ranks) -> None:
+    ranks.run(check_sequence_shards, ranks=3)
+
+
+SEQUENCE = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(use_local_output=True),
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+    "lm_head": VocabParallelHead(input_layouts=Shard(1)),
+}
+
+
+def check_sequence_parallel_body(group, device):
+    plain = Model()
+    ids, targets = make_batch(length=4 * group.size())
+    model = parallelize_module(copy.deepcopy(plain), mesh_of(group, CPU), SEQUENCE)
+    expected, loss = plain(ids, targets), model(ids, targets)
+    assert_near(loss, expected)
+    assert_same_bits(loss, group)
+    expected.backward()
+    loss.backward()
+    assert_gradients_of(model, plain)
+    assert_near(model.lm_head(model.features(ids)), plain.lm_head(plain.features(ids)))
+    # plain slices may be uneven
+    rank, size = dist.get_rank(group), group.size()
+    cuts = [0, *range(1, size), ids.shape[1]]
+    whole = plain.features(ids).detach()
+    mine = whole[:, cuts[rank] : cuts[rank + 1]].clone().requires_grad_()
+    model.lm_head.loss(mine, targets).backward()
+    whole.requires_grad_()
+    F.cross_entropy(plain.lm_head(whole).flatten(0, 1), targets.flatten()).backward()
+    assert_near(mine.grad, whole.grad[:, cuts[rank] : cuts[rank + 1]])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_head_after_a_sequence_parallel_body(ranks, size) -> None:
+    ranks.run(check_sequence_parallel_body, ranks=size)
+
+
+def check_fsdp_with_sequence_parallel(group, device):
+    mesh, plain = square_mesh(CPU), Model()
+    ids, targets = make_batch(length=8)
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], SEQUENCE)
+    fully_shard(model, mesh=mesh["dp"])
+    first = 2 * mesh.get_local_rank("dp")
+    mine = slice(first, first + 2)
+    model(ids[mine], targets[mine], denominator=int((targets != IGNORED).sum()) / 2).backward()
+    plain(ids, targets).backward()
+    assert_gradients_of(model, plain)
+
+
+def test_fsdp_with_a_sequence_parallel_body(ranks) -> None:
+    ranks.run(check_fsdp_with_sequence_parallel, ranks=4)
