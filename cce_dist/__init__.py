@@ -5,6 +5,7 @@ from .functional import linear_cross_entropy
 from .module import LinearCrossEntropyLoss, VocabParallelEmbedding, VocabParallelLMHead
 from .parallel.shard import VocabShard
 from .planner import Plan, plan
+from .style import VocabParallelHead
 
 __version__ = "0.1.0"
 
@@ -12,6 +13,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "Plan",
     "VocabParallelEmbedding",
+    "VocabParallelHead",
     "VocabParallelLMHead",
     "VocabShard",
     "linear_cross_entropy",

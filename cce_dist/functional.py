@@ -7,6 +7,7 @@ import numbers
 import torch
 
 from .autograd import LossOptions, TokenLosses, TotalLoss
+from .parallel import dtensor
 from .parallel.agreement import agree
 from .parallel.shard import VocabShard
 from .planner import DTYPES, REDUCTIONS, Plan, check_choice, make_plan, plan_request
@@ -31,8 +32,11 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., D]``, float32, bfloat16, float16, or float64 on CPUs. Equal on all ranks of ``shard.group``.
+            A DTensor: ``Replicate``, or ``Shard`` of a dimension but the last, the sequence's, whose slices the ranks
+            then hold. Beside DTensors a plain tensor counts as replicated.
         weight: ``[V, D]``, hidden's dtype: the classifier, or this rank's rows of it where ``shard`` says so.
-        targets: ``[...]``, int64 (or int32), class ids of the whole vocabulary.
+            A DTensor with ``Shard(0)`` on one axis of its mesh implies the shard; on other axes it is whole.
+        targets: ``[...]``, int64 (or int32), class ids of the whole vocabulary. A DTensor: ``Replicate``.
         bias: ``[V]``, hidden's dtype, sharded as ``weight`` is.
         ignore_index: tokens with this target add nothing to the loss and to any gradient, even where their hidden
             state is NaN.
@@ -40,7 +44,7 @@ def linear_cross_entropy(
         denominator: a number or 0-d tensor that replaces the count of tokens in ``"mean"``: the global count, where
             a step's tokens are spread over micro-batches and data-parallel ranks.
         shard: which rows of the vocabulary ``weight`` holds, and the group whose ranks hold the others. The ranks'
-            upstream gradients must be equal, as the losses are.
+            upstream gradients must be equal, as the losses are. Not needed beside a DTensor weight.
         memory_budget: bytes of workspace, beyond the inputs and their gradients, that a rank may use; ``"min"`` for
             as little as there can be. None: 512 MiB and 12 bytes for each element of ``hidden``.
         method: ``"recompute"`` (four matrix products; the smallest), ``"cached"`` (keeps exponentials of the logits
@@ -51,20 +55,29 @@ def linear_cross_entropy(
     Returns:
         fp32 (fp64 for fp64 inputs): ``[]``, or the shape of ``targets`` for ``"none"``. The same on every rank.
         In backward ``hidden`` gets its whole gradient on every rank, ``weight`` and ``bias`` that of their rows, each
-        in its dtype. Under autocast the inputs are cast as ``torch.nn.functional.linear`` casts them.
+        in its dtype. Those of DTensors are DTensors, placed as these are; along an axis of the mesh that shards
+        ``hidden`` beside the vocabulary's (data parallelism) the loss is that of the rank's own tokens, and the
+        gradient of ``weight`` is ``Partial``, the sum over ranks.
+        Under autocast the inputs are cast as ``torch.nn.functional.linear`` casts them.
 
     Raises:
         ValueError: shapes that do not fit, an unknown reduction or method, a denominator without ``"mean"``,
             ``"fused"`` with ``"none"``, float16 with a method that keeps exponentials, a budget that nothing fits, a
-            shard that is not the weight's, ranks that disagree. On every rank of the group, before any work starts;
+            shard that is not the weight's, placements other than those above, DTensors on different meshes, ranks
+            that disagree. On every rank of the group, before any work starts;
             where the group works on GPUs, in the first call with a shard and these shapes only, since comparing
             waits for the device.
-        TypeError: arguments of the wrong type or dtype, likewise.
+        TypeError: arguments of the wrong type or dtype, a plain tensor beside a DTensor that needs one, likewise.
         IndexError: a target outside the vocabulary, on CPUs. On GPUs that token's loss is NaN.
     """
     given = shard if isinstance(shard, VocabShard) else None
     error: Exception | None = None
     try:
+        if dtensor.any_dtensor(hidden, weight, bias, targets):
+            given = dtensor.group_hint(weight, hidden, bias, targets) or given
+            hidden, weight, bias, targets, shard = dtensor.to_local(hidden, weight, bias, targets, shard)
+            given = shard
+        hidden, targets = dtensor.ready(hidden), dtensor.ready(targets)
         hidden, weight, bias = _autocast(hidden, weight, bias)
         shard = _validate(hidden, weight, targets, bias, ignore_index, reduction, denominator, shard)
         check_choice(hidden.dtype, reduction, memory_budget, method)
@@ -85,7 +98,7 @@ def linear_cross_entropy(
         "whether gradients are recorded": torch.is_grad_enabled(),
     }  # fmt: skip
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
-    agree(given, same, device, error)
+    agree(given, same, targets, device, error)
     assert isinstance(shard, VocabShard)
 
     labels = targets.reshape(-1).to(torch.int64)
@@ -159,8 +172,6 @@ def _validate(
     for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets), ("bias", bias)):
         if tensor is None:
             continue
-        if type(tensor).__name__ == "DTensor":
-            raise TypeError(f"{name} is a DTensor; pass {name}.to_local() and the rank's shard")
         if tensor.device != hidden.device:
             raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: expected one device")
     if hidden.dim() == 0:
@@ -206,6 +217,8 @@ def _validate(
 def _validate_denominator(denominator: float | torch.Tensor, reduction: str, device: torch.device) -> None:
     if reduction != "mean":
         raise ValueError(f"denominator takes part in reduction 'mean' alone, got reduction {reduction!r}")
+    if dtensor.any_dtensor(denominator):
+        raise TypeError("denominator is a DTensor; pass denominator.full_tensor()")
     if isinstance(denominator, torch.Tensor):
         if denominator.dim() != 0:
             raise ValueError(f"denominator must be a number or a 0-d tensor, got shape {tuple(denominator.shape)}")

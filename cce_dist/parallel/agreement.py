@@ -15,9 +15,16 @@ from .shard import VocabShard
 _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (ValueError, TypeError, IndexError)}
 
 
-def agree(shard: VocabShard | None, same: Mapping[str, Any], device: torch.device, error: Exception | None) -> None:
+def agree(
+    shard: VocabShard | None,
+    same: Mapping[str, Any],
+    targets: torch.Tensor,
+    device: torch.device,
+    error: Exception | None,
+) -> None:
     """Raises on every rank of the shard's group what is wrong on any, or where the ranks differ in an entry of
-    ``same``, or where their rows do not tile the vocabulary. ``error`` is what this rank found wrong itself.
+    ``same`` or in ``targets``, or where their rows do not tile the vocabulary. ``error`` is what this rank itself
+    found wrong.
 
     Groups on CPUs compare at every call. Groups on GPUs, where comparing waits for the device, do so once for each
     shard and ``same``.
@@ -32,9 +39,14 @@ def agree(shard: VocabShard | None, same: Mapping[str, Any], device: torch.devic
     if error is None and _comparing_waits(device) and signature in shard.agreed:
         return
     told: list[Any] = [None] * shard.group.size()
+    same = {**same, "vocab_size": shard.vocab_size}
+    if error is None:
+        # data-parallel ranks that are taken for tensor-parallel ones have other tokens
+        places = torch.arange(1, targets.numel() + 1, device=targets.device)
+        same["a checksum of targets"] = int((targets.reshape(-1) * places).sum())
     mine = (
         None if error is None else (type(error).__name__, str(error)),
-        {**same, "vocab_size": shard.vocab_size},
+        same,
         (shard.start, shard.stop),
     )
     # the object collective uses the current device

@@ -30,6 +30,7 @@ class VocabShard:
     stop: int
     vocab_size: int
     group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
     # what the group's ranks have agreed on, see agreement.py
     agreed: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -95,6 +96,18 @@ class VocabShard:
         rank, size = rank_and_size(group)
         rows = -(-vocab_size // (multiple_of * size)) * multiple_of
         return cls(rank * rows, (rank + 1) * rows, vocab_size, group)
+
+    @classmethod
+    def from_dtensor(cls, weight: torch.Tensor) -> VocabShard:
+        """What the placements of a ``[vocab_size, D]`` DTensor say: ``Shard(0)`` on one axis of its mesh, whose
+        process group is the shard's, and ``Replicate`` on the others. The same object for all weights of this size
+        on this axis.
+
+        Raises ``TypeError`` for a plain tensor and ``ValueError`` for other placements.
+        """
+        from .dtensor import implied_shard
+
+        return implied_shard(weight)
 
     def checkpoint_view(self, tensor: torch.Tensor) -> ShardedRows:
         """A ``[rows, ...]`` tensor of this rank as ``torch.distributed.checkpoint`` saves and loads it: as rows of
