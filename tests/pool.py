@@ -40,7 +40,7 @@ def _make_groups() -> None:
     """The groups that checks run on: made by all ranks in the same order, before anything can go wrong."""
     size = dist.get_world_size()
     memberships = [tuple(range(count)) for count in range(1, min(size, 4) + 1)]
-    for members in [*memberships, *([(0, 2), (1, 3)] if size >= 4 else [])]:
+    for members in [*memberships, *([(0, 2), (1, 3), (2, 3)] if size >= 4 else [])]:
         _groups[members] = dist.new_group(list(members), timeout=COLLECTIVE_TIMEOUT)
 
 
