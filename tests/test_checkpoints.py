@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +164,12 @@ def test_writes_whole_tensors(ranks, shared_path, size, layout) -> None:
     assert [path.name for path in shared_path.iterdir()] == ["model.safetensors"]
 
 
+def check_save_whole(group, device, path):
+    from safetensors.torch import save_file
+
+    save_file(whole_tensors(), path)
+
+
 def check_read(group, device, layout, path):
     tensors = whole_tensors()
     shard = shard_of(layout, VOCAB, group)
@@ -189,14 +196,22 @@ def check_read(group, device, layout, path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_reads_rows_of_whole_tensors(ranks, shared_path, size, layout) -> None:
-    torch_files = pytest.importorskip("safetensors.torch")
-    torch_files.save_file(whole_tensors(), shared_path / "whole.safetensors")
-    ranks.run(check_read, layout, str(shared_path / "whole.safetensors"), ranks=size)
+    pytest.importorskip("safetensors")
+    path = str(shared_path / "whole.safetensors")
+    ranks.run(check_save_whole, path, ranks=1)
+    ranks.run(check_read, layout, path, ranks=size)
 
 
 def check_reads_little(group, device, path):
     size = 1 << 20
     bounds = [(0, size - 512), (size - 512, size)][dist.get_rank(group)]
+    if not bounds[0]:
+        # 8 GiB of a sparse file
+        header = unsharded._header({"w": torch.empty(0, 2048)}, ["w"], size)
+        with open(path, "wb") as out:
+            out.write(header)
+            out.truncate(len(header) + (1 << 33))
+    dist.barrier(group)
     if bounds[0]:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         rows = VocabShard(*bounds, size, group).read_safetensors(path, "w")
@@ -208,12 +223,13 @@ def check_reads_little(group, device, path):
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
 def test_reads_nothing_else_of_the_file(ranks, shared_path) -> None:
     pytest.importorskip("safetensors")
-    # 8 GiB of a sparse file
-    header = unsharded._header({"w": torch.empty(0, 2048)}, ["w"], 1 << 20)
-    with (shared_path / "large.safetensors").open("wb") as out:
-        out.write(header)
-        out.truncate(len(header) + (1 << 33))
     ranks.run(check_reads_little, str(shared_path / "large.safetensors"), ranks=2)
+
+
+def check_make_obstacles(group, device, folder):
+    (Path(folder) / "full.safetensors.partial").symlink_to("/dev/full")
+    (Path(folder) / "old.index.json").write_text('{"weight_map": {"w": "w.safetensors"}}')
+    (Path(folder) / "bad.index.json").write_text("[]")
 
 
 def check_write_fails(group, device, path, rank_1, errors, message):
@@ -256,9 +272,7 @@ def check_write_fails(group, device, path, rank_1, errors, message):
     ids=["folder", "full", "is a folder", "old", "bad", "rows", "dtype", "width", "names"],
 )
 def test_every_rank_learns_that_writing_failed(ranks, shared_path, file, rank_1, errors, message) -> None:
-    (shared_path / "full.safetensors.partial").symlink_to("/dev/full")
-    (shared_path / "old.index.json").write_text('{"weight_map": {"w": "w.safetensors"}}')
-    (shared_path / "bad.index.json").write_text("[]")
+    ranks.run(check_make_obstacles, str(shared_path), ranks=1)
     before = {path.name for path in shared_path.iterdir()}
     ranks.run(check_write_fails, str(shared_path / file), rank_1, errors, message, ranks=2)
     assert {path.name for path in shared_path.iterdir()} <= before
@@ -319,30 +333,38 @@ def test_says_what_to_install(wrong, monkeypatch) -> None:
         VocabShard.even(VOCAB).read_safetensors(wrong / "m", "h.weight")
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_exchanges_models_with_transformers(tmp_path, tied) -> None:
-    transformers = pytest.importorskip("transformers")
+def check_exchange(group, device, folder, tied):
+    import transformers
+
+    folder = Path(folder)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         tie_word_embeddings=tied,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     # several files and their index
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
-    assert len(list((tmp_path / "theirs").glob("model-*"))) > 1
+    model.save_pretrained(folder / "theirs", max_shard_size="4KB")
+    assert len(list((folder / "theirs").glob("model-*"))) > 1
     prefix = "model.embed_tokens." if tied else "lm_head."
-    head = VocabParallelLMHead.from_safetensors(tmp_path / "theirs", prefix)
+    head = VocabParallelLMHead.from_safetensors(folder / "theirs", prefix)
     assert torch.equal(head.weight, model.lm_head.weight)
     if tied:
         with pytest.raises(ValueError, match=r"has no tensor 'lm_head.weight', it has model.embed_tokens.weight, "):
-            VocabParallelLMHead.from_safetensors(tmp_path / "theirs", "lm_head.")
+            VocabParallelLMHead.from_safetensors(folder / "theirs", "lm_head.")
     # the body as transformers writes it, then our head beside it
     body = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(("lm_head.", prefix))}
-    model.save_pretrained(tmp_path / "ours", state_dict=body, max_shard_size="2KB")
+    model.save_pretrained(folder / "ours", state_dict=body, max_shard_size="2KB")
     with torch.no_grad():
         head.weight.mul_(2)
-    head.save_safetensors(tmp_path / "ours" / "model.safetensors.index.json", prefix)
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours")
+    head.save_safetensors(folder / "ours" / "model.safetensors.index.json", prefix)
+    again = transformers.LlamaForCausalLM.from_pretrained(folder / "ours")
     for name, tensor in model.state_dict().items():
         factor = 2 if name.startswith("lm_head.") or (tied and "embed_tokens" in name) else 1
         assert torch.equal(again.state_dict()[name], factor * tensor), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_exchanges_models_with_transformers(ranks, shared_path, tied) -> None:
+    pytest.importorskip("transformers")
+    # in a job transformers writes on the first rank alone
+    ranks.run(check_exchange, str(shared_path), tied, ranks=1)
