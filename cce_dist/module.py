@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from .functional import linear_cross_entropy
 from .parallel.collectives import copy_to_group, gather_columns, reduce_from_group
 from .parallel.shard import VocabShard
+from .parallel.unsharded import tensor_files, tensor_shape
 
 _OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"hidden", "weight", "targets"}
 
@@ -51,6 +53,11 @@ class _VocabParallel(nn.Module):
         """The parameters as ``torch.distributed.checkpoint`` saves and loads them, whatever the group size; see
         :meth:`VocabShard.checkpoint_view`."""
         return {prefix + name: self.shard.checkpoint_view(p) for name, p in self.named_parameters(recurse=False)}
+
+    def save_safetensors(self, path: str | os.PathLike[str], prefix: str) -> None:
+        """Writes the whole parameters, under their names after ``prefix`` (as ``"lm_head."``), where the unsharded
+        module would have them. Called on every rank; see :meth:`VocabShard.write_safetensors`."""
+        self.shard.write_safetensors(path, {prefix + name: p for name, p in self.named_parameters(recurse=False)})
 
     def _draw(self, parameter: nn.Parameter, bound: float | None) -> None:
         """Fills the rank's rows: uniform in +-bound, or standard normal. Every rank draws the whole vocabulary in the
@@ -120,6 +127,28 @@ class VocabParallelLMHead(_VocabParallel):
         head.weight = _rows_of(linear.weight, shard)
         if linear.bias is not None:
             head.bias = _rows_of(linear.bias, shard)
+        return head
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        path: str | os.PathLike[str],
+        prefix: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        shard: VocabShard | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> VocabParallelLMHead:
+        """This rank's rows of a whole ``weight`` [vocab_size, D], and of a ``bias`` where there is one, named after
+        ``prefix`` (as ``"lm_head."``) in a safetensors file; see :meth:`VocabShard.read_safetensors`."""
+        weight, shard = _read_weight(path, prefix, group, shard, device, dtype)
+        bias = prefix + "bias" if prefix + "bias" in tensor_files(path) else None
+        head = cls(weight.shape[1], shard.vocab_size, bias is not None, shard=shard, device="meta")
+        head.weight = weight
+        if bias is not None:
+            _check_dims(path, bias, "[vocab_size]")
+            head.bias = nn.Parameter(shard.read_safetensors(path, bias, dtype=dtype, device=device))
         return head
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -216,6 +245,23 @@ class VocabParallelEmbedding(_VocabParallel):
         weight = _rows_of(embedding.weight, shard)
         return cls(hidden_size, vocab_size, shard=shard, weight=weight, padding_idx=embedding.padding_idx)
 
+    @classmethod
+    def from_safetensors(
+        cls,
+        path: str | os.PathLike[str],
+        prefix: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        shard: VocabShard | None = None,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> VocabParallelEmbedding:
+        """This rank's rows of a whole ``weight`` [vocab_size, D], named after ``prefix`` (as
+        ``"model.embed_tokens."``) in a safetensors file; see :meth:`VocabShard.read_safetensors`."""
+        weight, shard = _read_weight(path, prefix, group, shard, device, dtype)
+        return cls(weight.shape[1], shard.vocab_size, shard=shard, weight=weight, padding_idx=padding_idx)
+
     def _local_padding_idx(self) -> int | None:
         if self.padding_idx is None:
             return None
@@ -254,3 +300,25 @@ def _rows_of(whole: torch.Tensor, shard: VocabShard) -> nn.Parameter:
     rows = whole.new_zeros(shard.rows, *whole.shape[1:])
     rows[: shard.classes] = whole.detach()[shard.start : shard.start + shard.classes]
     return nn.Parameter(rows, requires_grad=whole.requires_grad)
+
+
+def _read_weight(
+    path: str | os.PathLike[str],
+    prefix: str,
+    group: dist.ProcessGroup | None,
+    shard: VocabShard | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> tuple[nn.Parameter, VocabShard]:
+    name = prefix + "weight"
+    vocab_size, _ = _check_dims(path, name, "[vocab_size, hidden_size]")
+    # where a shard was passed and the file is of another vocabulary, reading says so
+    shard = _shard_for(vocab_size if shard is None else shard.vocab_size, group, shard)
+    return nn.Parameter(shard.read_safetensors(path, name, dtype=dtype, device=device)), shard
+
+
+def _check_dims(path: str | os.PathLike[str], name: str, expected: str) -> tuple[int, ...]:
+    shape = tensor_shape(path, name)
+    if len(shape) != expected.count(",") + 1:
+        raise ValueError(f"{path}: {name!r} has the shape {list(shape)}, expected {expected}")
+    return shape

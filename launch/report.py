@@ -49,7 +49,7 @@ def comparison(runs: dict[str, Metrics]) -> str:
         for name, metrics in runs.items()
     ]
     lines = [
-        f"{title:<22}" + "".join(f"{cell:>26}" for cell in cells)
+        f"{title:<22}" + "".join(f"{cell:>28}" for cell in cells)
         for title, *cells in zip(
             ("", "final loss", "peak memory of a rank", "tokens a second"), *columns, strict=True
         )

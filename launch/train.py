@@ -1,4 +1,4 @@
-"""Trains a small Llama on real text, its head and embedding spread over a tensor-parallel group.
+"""Trains a small Llama on real text, spread over tensor-parallel and data-parallel ranks.
 
     torchrun --nproc-per-node 2 launch/train.py --preset tiny --tp 2 --steps 40 --compare
 
@@ -17,7 +17,6 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,35 +24,14 @@ from typing import Any
 import data
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from checkpoint import complete_checkpoints, load_checkpoint, remove_checkpoint, save_checkpoint
-from data import BORDER_ID, IGNORED, SMALLEST_VOCABULARY, Batches, cache_folder, text_files
+from data import IGNORED, SMALLEST_VOCABULARY, Batches, cache_folder, text_files
+from model import PRESETS, LanguageModel
 from report import comparison, plot_loss, read_metrics, replace_text
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from cce_dist import VocabParallelEmbedding, VocabParallelLMHead
-
-
-@dataclass(frozen=True)
-class Preset:
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    length: int
-    batch: int
-    rate: float
-
-
-PRESETS = {
-    "micro": Preset(hidden=64, intermediate=176, layers=2, heads=2, length=32, batch=8, rate=3e-3),
-    "tiny": Preset(hidden=256, intermediate=704, layers=4, heads=4, length=128, batch=8, rate=1e-3),
-    "small": Preset(hidden=768, intermediate=2048, layers=12, heads=12, length=1024, batch=16, rate=6e-4),
-    "base": Preset(hidden=2048, intermediate=5632, layers=16, heads=16, length=2048, batch=8, rate=3e-4),
-}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,7 +43,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", nargs="+", type=Path, metavar="PATH", help="text files or folders; else Python's own sources")
     add("--vocab-size", type=int, default=32768)
     add("--tied", action="store_true", help="the embedding shares the head's weight")
-    add("--tp", type=int, default=1, help="ranks that share one vocabulary; data parallel over the rest")
+    add("--tp", type=int, default=1, help="ranks that share one model, vocabulary and body")
+    add("--fsdp", type=int, default=1, help="data-parallel ranks that share parameters and optimizer states")
+    add("--dp", type=int, help="replicas of all that; else as many as there are ranks for")
     add("--batch", type=int, help="sequences of a micro-batch; else the preset's")
     add("--accumulate", type=int, default=1, help="micro-batches of a step on each data-parallel rank")
     add("--steps", type=int, default=40)
@@ -87,7 +67,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.batch = preset.batch if args.batch is None else args.batch
     args.lr = preset.rate if args.lr is None else args.lr
     args.name = args.preset if args.name is None else args.name
-    for name in ("tp", "batch", "accumulate", "steps", "save_every", "keep"):
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.dp is None:
+        args.dp = max(1, world // max(1, args.tp * args.fsdp))
+    for name in ("tp", "fsdp", "dp", "batch", "accumulate", "steps", "save_every", "keep"):
         if getattr(args, name) < 1:
             parser.error(f"argument --{name.replace('_', '-')}: expected at least 1, got {getattr(args, name)}")
     for name in ("warmup", "seed"):
@@ -95,9 +78,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --{name}: expected 0 to 2**32 - 1, got {getattr(args, name)}")
     if args.vocab_size < SMALLEST_VOCABULARY:
         parser.error(f"argument --vocab-size: expected at least {SMALLEST_VOCABULARY}, got {args.vocab_size}")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     if world % args.tp:
         parser.error(f"argument --tp: expected a divisor of the {world} ranks, got {args.tp}")
+    if args.tp * args.fsdp * args.dp != world:
+        parser.error(
+            f"arguments --tp, --fsdp, --dp: expected a product of {world}, the count of ranks, got "
+            f"{args.tp} x {args.fsdp} x {args.dp}"
+        )
+    shared = {"attention heads": preset.heads, "features of the MLP": preset.intermediate}
+    for what, count in (shared | {"tokens of a sequence": preset.length}).items():
+        if count % args.tp:
+            parser.error(f"argument --tp: expected a divisor of {args.preset}'s {count} {what}, got {args.tp}")
     if args.head == "materialised" and args.tp > 1:
         parser.error(f"argument --head: materialised logits are for --tp 1, got --tp {args.tp}")
     if Path(args.name).name != args.name:
@@ -133,46 +124,6 @@ def start_ranks() -> torch.device:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, **options)
     return device
-
-
-class LanguageModel(torch.nn.Module):
-    """A Llama whose head and embedding hold this rank's rows of the vocabulary; its body is whole on every rank."""
-
-    def __init__(self, args: argparse.Namespace, tp_group: dist.ProcessGroup) -> None:
-        super().__init__()
-        preset = PRESETS[args.preset]
-        config = LlamaConfig(
-            vocab_size=args.vocab_size,
-            hidden_size=preset.hidden,
-            intermediate_size=preset.intermediate,
-            num_hidden_layers=preset.layers,
-            num_attention_heads=preset.heads,
-            num_key_value_heads=preset.heads,
-            max_position_embeddings=preset.length,
-            bos_token_id=BORDER_ID,
-            eos_token_id=BORDER_ID,
-            tie_word_embeddings=args.tied,
-            use_cache=False,
-        )
-        # the whole model from one seed on every rank, of which each keeps its rows
-        torch.manual_seed(args.seed)
-        whole = LlamaForCausalLM(config)
-        self.body, self.materialised = whole.model, args.head == "materialised"
-        self.head = VocabParallelLMHead.from_linear(whole.lm_head, tp_group)
-        self.body.embed_tokens = (
-            VocabParallelEmbedding.tied_to(self.head)
-            if args.tied
-            else VocabParallelEmbedding.from_embedding(self.body.embed_tokens, tp_group)
-        )
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-        """ids, labels [batch, length] -> the sum of the tokens' losses over ``denominator``."""
-        hidden = self.body(input_ids=ids).last_hidden_state
-        if self.materialised:
-            logits = F.linear(hidden, self.head.weight).float()
-            total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-            return total / denominator.float()
-        return self.head.loss(hidden, labels, ignore_index=IGNORED, reduction="mean", denominator=denominator)
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -221,49 +172,55 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device, self.rank = args, device, dist.get_rank()
-        self.dp = dist.get_world_size() // args.tp
-        # neighbouring ranks, which are nearest to each other, share a vocabulary
-        mesh = init_device_mesh(device.type, (self.dp, args.tp), mesh_dim_names=("dp", "tp"))
-        self.dp_group, self.tp_group = mesh.get_group("dp"), mesh.get_group("tp")
+        # neighbouring ranks, which are nearest to each other, share a model
+        mesh = init_device_mesh(device.type, (args.dp, args.fsdp, args.tp), mesh_dim_names=("dp", "fsdp", "tp"))
+        self.data_groups = mesh.get_group("dp"), mesh.get_group("fsdp")
+        self.data_ranks = args.dp * args.fsdp
+        self.data_rank = self.rank // args.tp
         self.text, tokens = load_tokens(args)
         self.data = Batches(tokens, PRESETS[args.preset].length, args.batch, args.seed)
-        self.model = LanguageModel(args, self.tp_group).to(device)
-        self.replica: torch.nn.Module = self.model
-        if self.dp > 1:
-            self.replica = DistributedDataParallel(self.model, process_group=self.dp_group)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=args.weight_decay)
+        self.model = LanguageModel(args, mesh)
+        # one group of parameters for each mesh: an optimizer's step can not mix them
+        by_mesh: dict[Any, list[torch.nn.Parameter]] = {}
+        for parameter in self.model.parameters():
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": parameters} for parameters in by_mesh.values()],
+            betas=(0.9, 0.95),
+            weight_decay=args.weight_decay,
+        )
+
+    def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        for group in self.data_groups:
+            dist.all_reduce(value, group=group)
+        return value
 
     def step(self, step: int) -> tuple[float, int]:
         """Trains on the text of step 0, 1, ... and returns its mean loss and its count of tokens."""
-        args, dp = self.args, self.dp
-        first, dp_rank = step * args.accumulate * dp, dist.get_rank(self.dp_group)
-        batches = [self.data(first + micro * dp + dp_rank) for micro in range(args.accumulate)]
+        args, ranks = self.args, self.data_ranks
+        first = step * args.accumulate * ranks + self.data_rank
+        batches = [self.data(first + micro * ranks) for micro in range(args.accumulate)]
         count = sum((labels != IGNORED).sum(dtype=torch.float64) for _, labels in batches).to(self.device)
-        dist.all_reduce(count, group=self.dp_group)
-        # each token's loss is divided by the count of the whole step. DistributedDataParallel then averages the
-        # gradients over dp ranks where they should add up, so the factor dp takes that division back
-        denominator = count / dp
+        # each token's loss is divided by the count of the whole step. FSDP then averages the gradients over the
+        # data-parallel ranks where they should add up, so their number takes that division back
+        denominator = self.sum_over_data(count) / ranks
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro, (ids, labels) in enumerate(batches):
-            waits = self.dp > 1 and micro < args.accumulate - 1
-            with self.replica.no_sync() if waits else contextlib.nullcontext():
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-                    part = self.replica(ids.to(self.device), labels.to(self.device), denominator)
-                part.backward()
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(micro == args.accumulate - 1)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+                part = self.model(ids.to(self.device), labels.to(self.device), denominator)
+            part.backward()
             loss += part.detach()
-        if self.device.type == "cuda" and args.tp > 1:
-            # attention's backward adds in no fixed order there, and the copies of the body must not drift apart
-            gradients = [parameter.grad for parameter in self.model.body.layers.parameters()]
-            gradients.append(self.model.body.norm.weight.grad)
-            works = [dist.all_reduce(g, dist.ReduceOp.AVG, self.tp_group, async_op=True) for g in gradients]
-            for work in works:
-                work.wait()
+        for parameter in self.model.parameters():
+            # a norm has seen this rank's part of the sequence only
+            if isinstance(parameter, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        dist.all_reduce(loss, group=self.dp_group)
-        return loss.item() / dp, int(count.item())
+        return self.sum_over_data(loss).item() / ranks, int(count.item())
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
@@ -271,7 +228,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     metrics, checkpoints = run / "metrics.jsonl", run / "checkpoints"
     trainer, start = Trainer(args, device), 0
     config = {name: value for name, value in vars(args).items() if name not in ("resume", "overwrite", "compare")}
-    config |= {"text": trainer.text, "dp": trainer.dp, "device": device.type, "torch": torch.__version__}
+    config |= {"text": trainer.text, "device": device.type, "torch": torch.__version__}
     if args.resume:
         check_config(json.loads((run / "config.json").read_text()), config)
         start, path = complete_checkpoints(checkpoints)[-1]
@@ -310,16 +267,17 @@ def compare(args: argparse.Namespace) -> None:
     """Trains the same job with materialised logits on one rank, in a process of its own, and prints both."""
     run = args.runs / args.name
     other = args.runs / f"{args.name}-materialised"
-    dp = int(os.environ.get("WORLD_SIZE", "1")) // args.tp
     same = [argument for argument in sys.argv[1:] if argument not in ("--compare", "--resume", "--overwrite")]
     # what torchrun set would make the new process wait for other ranks, and run on fewer threads
     launcher = ("GROUP_", "LOCAL_", "MASTER_", "OMP_", "RANK", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_", "WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-    command = [sys.executable, __file__, *same, "--head", "materialised", "--tp", "1", "--name", other.name]
-    command += ["--accumulate", str(args.accumulate * dp), "--overwrite"]
+    command = [sys.executable, __file__, *same, "--head", "materialised", "--name", other.name]
+    command += ["--tp", "1", "--fsdp", "1", "--dp", "1"]
+    command += ["--accumulate", str(args.accumulate * args.dp * args.fsdp), "--overwrite"]
     subprocess.run(command, env=environment, check=True)
 
-    runs = {f"fused, tp {args.tp}, dp {dp}": read_metrics(run), "materialised, one rank": read_metrics(other)}
+    layout = ", ".join(f"{name} {getattr(args, name)}" for name in ("tp", "fsdp", "dp"))
+    runs = {f"fused, {layout}": read_metrics(run), "materialised, one rank": read_metrics(other)}
     plot_loss(run / "loss.png", runs)
     print(f"\n{comparison(runs)}\nplot: {run / 'loss.png'}")
 

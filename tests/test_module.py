@@ -7,28 +7,12 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from inputs import make_inputs
+from shards import shard_of, whole_of
 from tolerance import assert_gradients, assert_loss
 
-from cce_dist import LinearCrossEntropyLoss, VocabParallelEmbedding, VocabParallelLMHead, VocabShard
-
-
-def shard_of(layout, vocab_size, group):
-    return (
-        VocabShard.padded(vocab_size, 16, group)
-        if layout == "padded"
-        else getattr(VocabShard, layout)(vocab_size, group)
-    )
-
-
-def whole_of(local: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """The ranks' rows together, without padding."""
-    parts = [None] * shard.group.size()
-    dist.all_gather_object(parts, local.detach()[: shard.classes].cpu(), group=shard.group)
-    return torch.cat(parts).to(local.device)
+from cce_dist import LinearCrossEntropyLoss, VocabParallelEmbedding, VocabParallelLMHead
 
 
 def test_loss_module_binds_options() -> None:
@@ -138,50 +122,6 @@ def check_tied(group, device):
 
 def test_tied_weights(ranks) -> None:
     ranks.run(check_tied, ranks=3)
-
-
-_VOCAB = 101
-
-
-def check_save(group, device, layout, path):
-    torch.manual_seed(3)
-    head = VocabParallelLMHead(8, _VOCAB, bias=True, shard=shard_of(layout, _VOCAB, group), device=device)
-    dcp.save(head.sharded_state_dict("head."), checkpoint_id=path, process_group=group)
-
-
-def check_load(group, device, layout, path):
-    torch.manual_seed(3)
-    expected = VocabParallelLMHead(8, _VOCAB, bias=True, device=device)
-    torch.manual_seed(4)
-    shard = shard_of(layout, _VOCAB, group)
-    head = VocabParallelLMHead(8, _VOCAB, bias=True, shard=shard, device=device)
-    dcp.load(head.sharded_state_dict("head."), checkpoint_id=path, process_group=group)
-    assert torch.equal(whole_of(head.weight, shard), expected.weight)
-    assert torch.equal(whole_of(head.bias, shard), expected.bias)
-    # into a plain tensor, as of an unsharded model
-    plain = {"head.weight": torch.zeros(_VOCAB, 8, device=device), "head.bias": torch.zeros(_VOCAB, device=device)}
-    dcp.load(plain, checkpoint_id=path, process_group=group)
-    assert torch.equal(plain["head.weight"], expected.weight)
-    assert torch.equal(plain["head.bias"], expected.bias)
-
-
-def check_save_plain(group, device, path):
-    torch.manual_seed(3)
-    head = VocabParallelLMHead(8, _VOCAB, bias=True, device=device)
-    state = {f"head.{name}": parameter.detach() for name, parameter in head.named_parameters()}
-    dcp.save(state, checkpoint_id=path, process_group=group)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(2, 3), (3, 2), (4, 1), (1, 4)])
-@pytest.mark.parametrize(("layout", "other"), [("padded", "even"), ("chunked", "padded")])
-def test_checkpoints_load_on_another_group_size(ranks, shared_path, saved, loaded, layout, other) -> None:
-    ranks.run(check_save, layout, str(shared_path), ranks=saved)
-    ranks.run(check_load, other, str(shared_path), ranks=loaded)
-
-
-def test_a_plain_checkpoint_loads_sharded(ranks, shared_path) -> None:
-    ranks.run(check_save_plain, str(shared_path), ranks=1)
-    ranks.run(check_load, "even", str(shared_path), ranks=3)
 
 
 def check_copies(group, device):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 for library in ("transformers", "tokenizers", "matplotlib", "tqdm"):
     pytest.importorskip(library)
@@ -127,7 +128,8 @@ def test_comparison_with_materialised_logits(unbroken: tuple[Path, str]) -> None
 
 @pytest.mark.slow
 def test_tied_replicas_are_the_same_training(folder: Path, common: list[object]) -> None:
-    train(2, *common, "--name", "tied", "--tied", "--tp", 1, "--steps", 6, "--accumulate", 3, "--compare")
+    layout = ["--tp", 2, "--fsdp", 2, "--accumulate", 3, "--batch", 1]
+    train(4, *common, "--name", "tied", "--tied", *layout, "--steps", 6, "--compare")
     tied = folder / "runs" / "tied"
     assert losses(tied) == pytest.approx(losses(tied.with_name("tied-materialised")), abs=1e-4)
 
@@ -151,6 +153,34 @@ def test_resumes_after_a_kill_with_the_same_bits(
     assert kept == [f"step-{STEPS - SAVE_EVERY:06d}", f"step-{STEPS:06d}"]
 
 
+def check_goes_on(group: dist.ProcessGroup, device: torch.device, options: list[str]) -> None:
+    # in the ranks that are there: three jobs of four processes each would take most of their time to start
+    patch = pytest.MonkeyPatch()
+    try:
+        patch.syspath_prepend(str(TRAIN.parent))
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+        script = importlib.import_module("train")
+        script.train(script.parse_args([*JOB, *options]), device)
+    finally:
+        patch.undo()
+
+
+def test_goes_on_in_any_layout(ranks: Any, unbroken: tuple[Path, str], killed: Path, common: list[object]) -> None:
+    # four sequences a step in each. One layout goes on from what the one before has written
+    run = shutil.copytree(killed, killed.with_name("layouts"))
+    for save_every, layout in (
+        (8, ["--tp", 2, "--fsdp", 2, "--batch", 1, "--accumulate", 2]),
+        (4, ["--tp", 4, "--batch", 4]),
+        (2, ["--dp", 2, "--fsdp", 2, "--batch", 1]),
+    ):
+        options = [*common, "--name", "layouts", *layout, "--resume", "--save-every", save_every]
+        ranks.run(check_goes_on, [str(option) for option in options], ranks=4, timeout=240)
+        assert losses(run) == pytest.approx(losses(unbroken[0]), abs=1e-5)
+        shutil.rmtree(run / "checkpoints" / f"step-{STEPS:06d}")
+        left = sorted(path.name for path in (run / "checkpoints").iterdir())
+        assert left == [f"step-{STEPS - save_every:06d}"]
+
+
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """train.py as a module, in a job of two ranks."""
@@ -163,6 +193,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ("options", "message"),
     [
         (["--tp", "3"], "argument --tp: expected a divisor of the 2 ranks, got 3"),
+        (["--fsdp", "4"], "arguments --tp, --fsdp, --dp: expected a product of 2, the count of ranks, got 1 x 4 x 1"),
+        (["--dp", "1"], "arguments --tp, --fsdp, --dp: expected a product of 2, the count of ranks, got 1 x 1 x 1"),
         (["--tp", "0"], "argument --tp: expected at least 1, got 0"),
         (["--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
         (["--vocab-size", "256"], "argument --vocab-size: expected at least 257, got 256"),
@@ -186,6 +218,29 @@ def test_bad_options(
     with pytest.raises(SystemExit):
         script.parse_args(["--runs", str(tmp_path), *(option.format(tmp=tmp_path) for option in options)])
     assert message.format(tmp=tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("preset", "tp", "message"),
+    [
+        ("small", 8, "argument --tp: expected a divisor of small's 12 attention heads, got 8"),
+        ("small", 6, "argument --tp: expected a divisor of small's 2048 features of the MLP, got 6"),
+        ("micro", 3, "argument --tp: expected a divisor of micro's 4 attention heads, got 3"),
+    ],
+)
+def test_parts_that_ranks_can_not_share(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    preset: str,
+    tp: int,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "24")
+    with pytest.raises(SystemExit):
+        script.parse_args(["--runs", str(tmp_path), "--preset", preset, "--tp", str(tp)])
+    assert message in capsys.readouterr().err
 
 
 def test_resumes_the_same_model_only(script: ModuleType) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from .checkpoint import ShardedRows
 from .collectives import rank_and_size
@@ -113,8 +116,56 @@ class VocabShard:
         """A ``[rows, ...]`` tensor of this rank as ``torch.distributed.checkpoint`` saves and loads it: as rows of
         one ``[vocab_size, ...]`` tensor, so that it loads on any group size and from an unsharded checkpoint.
 
-        Shares the tensor's memory; padding is not saved. Use it for weights and for optimizer states alike.
+        Shares the tensor's memory; padding is not saved. Use it for weights and for optimizer states alike. A tensor
+        that FSDP2 (``fully_shard``) has spread over a data-parallel mesh gives the rows that are left to this rank.
         """
         if tensor.dim() == 0 or len(tensor) != self.rows:
             raise ValueError(f"tensor must hold the shard's {self.rows} rows, got the shape {tuple(tensor.shape)}")
-        return ShardedRows(tensor.detach()[: self.classes], self.start, self.vocab_size)
+        local, first = tensor.detach(), 0
+        if isinstance(local, DTensor):
+            chunks = local.__create_chunk_list__()
+            first = chunks[0].offsets[0] if chunks else 0
+            local = local.to_local()
+        classes = min(max(self.classes - first, 0), len(local))
+        return ShardedRows(local[:classes], self.start + first, self.vocab_size)
+
+    def read_safetensors(
+        self,
+        path: str | os.PathLike[str],
+        name: str,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> torch.Tensor:
+        """This rank's ``[rows, ...]`` of the whole tensor ``name``, of shape ``[vocab_size, ...]``, in a safetensors
+        file. The rest of it is not read; rows of padding are 0.
+
+        Args:
+            path: the file, the ``.index.json`` of several, or a folder with ``model.safetensors.index.json`` or
+                ``model.safetensors``, as Hugging Face's models are stored.
+            dtype, device: of the result; the file's dtype and the CPU where None.
+
+        Raises ``ValueError`` that names the file, the tensor, and the shape where it does not fit;
+        ``FileNotFoundError``; ``ImportError`` without the package safetensors.
+        """
+        from .unsharded import read_rows
+
+        return read_rows(path, name, self, dtype, device)
+
+    def write_safetensors(self, path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes one safetensors file of whole, unpadded ``[vocab_size, ...]`` tensors, of each of which every rank
+        of the group passes its ``[rows, ...]``. The group's first rank writes, and holds 64 MiB at a time.
+
+        Args:
+            path: the file, which takes the place of an older one when it is whole; or an ``.index.json``, of Hugging
+                Face's form: the tensors go into a file of their own beside it, and are added to it.
+            tensors: names to tensors, fp64, fp32, fp16 or bf16.
+
+        Raises on every rank: ``ValueError`` and ``TypeError`` for tensors that are not the shard's rows or differ
+        from another rank's, and for names that the index has already; ``OSError`` on the rank that writes and
+        ``RuntimeError`` on the others where the file can not be written.
+        """
+        # these compare shards
+        from .unsharded import write_rows
+
+        write_rows(path, tensors, self)
