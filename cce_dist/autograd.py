@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, column_sums, panel_gradient
 from .kernels.product import hidden_gradient, weight_gradient
-from .kernels.rows import pack_order, pack_rows, scale_rows, unpack_rows
+from .kernels.rows import pack_order, packing, scale_rows, take_rows, unpacking
 from .kernels.runtime import beside, cdiv, join, round_up, target_of
 from .kernels.statistics import TileStatistics, panel_statistics, sum_bits
 from .kernels.target import ClassSums, class_sums, drop_targets, target_logits, target_rows
-from .parallel.collectives import all_reduce
+from .parallel.collectives import all_reduce, gather_slices, rank_and_size, scatter_sums
 from .parallel.merge import merge_statistics
 from .parallel.shard import VocabShard
 from .planner import Plan, token_chunk
@@ -33,46 +33,76 @@ class LossOptions:
     shard: VocabShard
     ignore_index: int
     plan: Plan
+    # tokens of each rank's slice of the hidden states; None where every rank has all of them
+    slices: tuple[int, ...] | None = None
 
 
 @dataclass
 class _Operands:
     """One rank's matrices, the rows packed (see kernels/rows.py), and the tokens' places and targets."""
 
-    e: torch.Tensor
+    hidden: Callable[[], torch.Tensor]
     c: torch.Tensor
     bias: torch.Tensor | None
     ids: torch.Tensor
     order: torch.Tensor
     count: torch.Tensor
-    shard: VocabShard
+    options: LossOptions
 
     @classmethod
-    def pack(
+    def start(
         cls,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        shard: VocabShard,
+        options: LossOptions,
+        *,
+        targets: torch.Tensor | None = None,
+        places: tuple[torch.Tensor, ...] = (),
     ) -> _Operands:
-        ids, order, count = places
-        e, c = pack_rows(hidden, order, count), weight[: shard.classes]
-        return cls(e, c, None if bias is None else bias[: shard.classes], ids, order, count, shard)
+        """From ``targets``, or from the ``places`` that they came to. The ranks' slices of the hidden states are on
+        their way until ``e`` is asked for."""
+        shard, whole = options.shard, lambda: hidden
+        if options.slices is not None:
+            whole = gather_slices(hidden, options.slices, shard.group)  # collective
+        ids, order, count = places if targets is None else pack_order(targets, options.ignore_index)
+        bias = None if bias is None else bias[: shard.classes]
+        return cls(whole, weight[: shard.classes], bias, ids, order, count, options)
+
+    @functools.cached_property
+    def e(self) -> torch.Tensor:
+        index, slices = packing(self.ids, self.order), self.options.slices
+        if slices is not None and min(slices) < max(slices):
+            # shorter slices have gaps behind them
+            starts = (torch.arange(size, device=index.device) + r * max(slices) for r, size in enumerate(slices))
+            index = torch.where(index >= 0, torch.cat([*starts])[index], -1)
+        return take_rows(self.hidden(), index)
+
+    @property
+    def shard(self) -> VocabShard:
+        return self.options.shard
 
     @property
     def wide(self) -> torch.dtype:
-        return torch.promote_types(self.e.dtype, torch.float32)
+        return torch.promote_types(self.c.dtype, torch.float32)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids)
 
     def chunks(self, step: int) -> Iterator[slice]:
-        return (slice(start, min(start + step, len(self.e))) for start in range(0, len(self.e), step))
+        return (slice(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step))
 
     def statistics_chunk(self) -> int:
         # from the whole vocabulary's size, so that every rank walks the same chunks
-        return token_chunk(self.shard.vocab_size, tiles_for(target_of(self.e.device), self.e.dtype).BLOCK_V)
+        return token_chunk(self.shard.vocab_size, tiles_for(target_of(self.c.device), self.c.dtype).BLOCK_V)
+
+    def drop(self) -> None:
+        """Frees the packed rows."""
+        self.__dict__.pop("e", None)
 
     def live(self, rows: slice) -> torch.Tensor:
-        return torch.arange(rows.start, rows.stop, device=self.e.device) < self.count
+        return torch.arange(rows.start, rows.stop, device=self.c.device) < self.count
 
     def in_order(self, losses: torch.Tensor) -> torch.Tensor:
         """Packed rows' losses -> the tokens', 0 for ignored ones."""
@@ -110,14 +140,14 @@ class TokenLosses(torch.autograd.Function):
         targets: torch.Tensor,
         options: LossOptions,
     ) -> torch.Tensor:
-        these = _Operands.pack(hidden, weight, bias, pack_order(targets, options.ignore_index), options.shard)
+        these = _Operands.start(hidden, weight, bias, options, targets=targets)  # collective
         panel = reference = None
         if options.plan.method == "cached":
             # the plan is that of an even share of the vocabulary: a larger one keeps whole tiles of it
             kept = options.plan.kept
             kept = len(these.c) if kept >= len(these.c) else kept // TILE_V * TILE_V
-            panel, reference = _panel_memory(these.e, len(these.e), kept), _references(these)
-        logit = torch.zeros(len(these.e), dtype=these.wide, device=these.e.device)
+            panel, reference = _panel_memory(these.c, these.num_rows, kept), _references(these)
+        logit = torch.zeros(these.num_rows, dtype=these.wide, device=hidden.device)
         bits, parts = sum_bits(options.shard.vocab_size), []
         for rows in these.chunks(these.statistics_chunk()):
             statistics = _statistics(these, rows, logit, None if panel is None else panel[rows], reference)
@@ -161,10 +191,10 @@ class TotalLoss(torch.autograd.Function):
         targets: torch.Tensor,
         options: LossOptions,
     ) -> torch.Tensor:
-        these = _Operands.pack(hidden, weight, bias, pack_order(targets, options.ignore_index), options.shard)
-        pending = _Pending(these, options.plan, weight, ctx.needs_input_grad[:3])
+        these = _Operands.start(hidden, weight, bias, options, targets=targets)  # collective
+        pending = _Pending(these, weight, ctx.needs_input_grad[:3])
         reference = _references(these)
-        logit = torch.zeros(len(these.e), dtype=these.wide, device=these.e.device)
+        logit = torch.zeros(these.num_rows, dtype=these.wide, device=hidden.device)
         bits, parts = sum_bits(options.shard.vocab_size), []
         for rows in these.chunks(options.plan.chunk):
             panel = pending.panel(rows)
@@ -184,25 +214,56 @@ class TotalLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
             # raises where an input has been written to since
-            hidden = ctx.saved_tensors[0]
+            order = ctx.saved_tensors[4]
             pending, ctx.pending = ctx.pending, None
-            gradients = pending.finish(grad) if pending else _gradients(ctx, grad.expand(len(hidden)))
+            gradients = pending.finish(grad) if pending else _gradients(ctx, grad.expand(len(order)))
         return _undifferentiable(*gradients, None, None)
+
+
+class _HiddenGradient:
+    """dE: each rank's share, in fp32 and in the order of the packed rows, then its sum over the ranks."""
+
+    def __init__(self, these: _Operands) -> None:
+        self.options, self.dtype = these.options, these.c.dtype
+        self.index = unpacking(these.ids, these.order)
+        self.packed = torch.empty(these.num_rows, these.c.shape[1], dtype=these.wide, device=these.c.device)
+        self.reductions: list[dist.Work | None] = []
+
+    def reduce(self, rows: slice) -> None:
+        """Starts the sum of the share's rows, of all of them where the ranks have slices."""
+        group, slices = self.options.shard.group, self.options.slices
+        if slices is None:
+            self.reductions.append(all_reduce(self.packed[rows], group, async_op=True))  # collective
+            return
+        # a rank's tokens one behind the other, as long as the longest slice
+        parts = self.index.split(slices)
+        index = torch.cat([torch.nn.functional.pad(part, (0, max(slices) - len(part)), value=-1) for part in parts])
+        share, self.packed = take_rows(self.packed, index), self.packed.new_empty(0)
+        self.packed, work = scatter_sums(share, group)  # collective
+        self.reductions.append(work)
+        rank, _ = rank_and_size(group)
+        self.index = torch.arange(slices[rank], device=index.device)
+
+    def finish(self, scale: torch.Tensor) -> torch.Tensor:
+        """The sum times ``scale``, rounded once, in the order of the tokens."""
+        for work in self.reductions:
+            if work is not None:
+                work.wait()
+        return take_rows(self.packed, self.index, scale=scale, dtype=self.dtype)
 
 
 class _Pending:
     """Gradients on their way from forward to backward, for an upstream gradient of 1."""
 
-    def __init__(self, these: _Operands, plan: Plan, weight: torch.Tensor, needs: tuple[bool, bool, bool]) -> None:
-        e, wide = these.e, these.wide
+    def __init__(self, these: _Operands, weight: torch.Tensor, needs: tuple[bool, bool, bool]) -> None:
+        wide, chunk = these.wide, these.options.plan.chunk
         self.these, self.dtype = these, weight.dtype
-        self.one = torch.ones((), dtype=wide, device=e.device)
-        self.d_packed, self.d_weight, self.d_bias = _gradient_memory(these, weight, needs)
+        self.one = torch.ones((), dtype=wide, device=weight.device)
+        self.d_hidden, self.d_weight, self.d_bias = _gradient_memory(these, weight, needs)
         self.low = None
-        if self.d_weight is not None and len(e) > plan.chunk and self.d_weight.dtype != wide:
-            self.low = torch.empty(these.c.shape, dtype=torch.int16, device=e.device)
-        self.buffer: torch.Tensor | None = _panel_memory(e, min(plan.chunk, len(e)), len(these.c))
-        self.reductions: list[dist.Work | None] = []
+        if self.d_weight is not None and these.num_rows > chunk and self.d_weight.dtype != wide:
+            self.low = torch.empty(these.c.shape, dtype=torch.int16, device=weight.device)
+        self.buffer: torch.Tensor | None = _panel_memory(these.c, min(chunk, these.num_rows), len(these.c))
         # what the last chunk's product for the classifier needs
         self.last: tuple[slice, torch.Tensor, ClassSums | None] | None = None
 
@@ -211,9 +272,9 @@ class _Pending:
         return self.buffer[: rows.stop - rows.start]
 
     def add_hidden(self, rows: slice, panel: torch.Tensor) -> None:
-        if self.d_packed is not None:
-            these = self.these
-            hidden_gradient(panel, these.c, these.count, self.d_packed[rows], v0=0, row0=rows.start, add=False)
+        if self.d_hidden is not None:
+            c, count, packed = self.these.c, self.these.count, self.d_hidden.packed
+            hidden_gradient(panel, c, count, packed[rows], v0=0, row0=rows.start, add=False)
 
     def normalise(
         self,
@@ -229,20 +290,21 @@ class _Pending:
         live = these.live(rows)
         factor = torch.where(live, _softmax_scale(reference[rows], row_max, log_sum), 0)
         entry = torch.where(live, torch.expm1(-loss), 0)
-        if self.d_packed is not None:
-            target_rows(these.c, ids, entry, self.d_packed[rows], col0=col0, scale=factor)
-            # under the products that follow
-            self.reductions.append(all_reduce(self.d_packed[rows], these.shard.group, async_op=True))  # collective
+        if self.d_hidden is not None:
+            target_rows(these.c, ids, entry, self.d_hidden.packed[rows], col0=col0, scale=factor)
+            if these.options.slices is None:
+                # under the products that follow
+                self.d_hidden.reduce(rows)  # collective
         if self.d_bias is not None:
             _add_bias_gradient(self.d_bias[: len(these.c)], panel, factor, ids, entry, count, col0, rows.start)
         if self.d_weight is not None:
             sums = class_sums(e, ids, entry, count, len(these.c), col0=col0, row0=rows.start)
             scale_rows(e, factor)
-            if rows.stop == len(these.e):
+            if rows.stop == these.num_rows:
                 self.last = rows, panel, sums
             else:
                 self.add_weight(rows, panel, sums, self.one, last=False)
-        elif rows.stop == len(these.e):
+        elif rows.stop == these.num_rows:
             self.buffer = None
 
     def add_weight(
@@ -259,34 +321,29 @@ class _Pending:
         """The gradients of hidden, weight and bias for the upstream gradient ``grad`` []."""
         these = self.these
         scale = grad.to(these.wide)
+        if self.d_hidden is not None and these.options.slices is not None:
+            # under the product that is left
+            self.d_hidden.reduce(slice(0, these.num_rows))  # collective
         if self.last is not None:
             self.add_weight(*self.last, scale, last=True)
         # before the results take their place
         self.last = self.buffer = self.low = None
-        these.e = these.e.new_empty(0)
-        for reduction in self.reductions:
-            if reduction is not None:
-                reduction.wait()
-        d_hidden = d_bias = None
-        if self.d_packed is not None:
-            d_hidden = unpack_rows(self.d_packed, these.order, these.count, scale, self.dtype)
-        if self.d_bias is not None:
-            d_bias = (self.d_bias * scale).to(self.dtype)
-        return d_hidden, self.d_weight, d_bias
+        these.drop()
+        d_hidden = None if self.d_hidden is None else self.d_hidden.finish(scale)
+        return d_hidden, self.d_weight, None if self.d_bias is None else (self.d_bias * scale).to(self.dtype)
 
 
 def _gradient_memory(
     these: _Operands, weight: torch.Tensor, needs: tuple[bool, bool, bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Where the gradients of the packed rows, of the weight and of the bias grow: fp32, the weight's dtype, fp32."""
+) -> tuple[_HiddenGradient | None, torch.Tensor | None, torch.Tensor | None]:
+    """Where the gradients of hidden states, weight and bias grow: in fp32, the weight's dtype, fp32."""
     needs_hidden, needs_weight, needs_bias = needs
-    e, wide = these.e, these.wide
-    d_packed = torch.empty(e.shape, dtype=wide, device=e.device) if needs_hidden else None
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
     if d_weight is not None:
         # padding, and everything where there is no token
-        d_weight[len(these.c) if len(e) else 0 :] = 0
-    return d_packed, d_weight, torch.zeros(len(weight), dtype=wide, device=e.device) if needs_bias else None
+        d_weight[len(these.c) if these.num_rows else 0 :] = 0
+    d_bias = torch.zeros(len(weight), dtype=these.wide, device=weight.device) if needs_bias else None
+    return _HiddenGradient(these) if needs_hidden else None, d_weight, d_bias
 
 
 def _panel_memory(e: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -356,53 +413,50 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The second pass: the gradients of hidden, weight and bias from what forward saved."""
     hidden, weight, bias, ids, order, count, row_max, log_sum, loss, kept, reference = ctx.saved_tensors
-    these = _Operands.pack(hidden, weight, bias, (ids, order, count), ctx.options.shard)
-    e, wide = these.e, these.wide
-    grad = torch.where(these.live(slice(0, len(hidden))), grad_losses.to(wide)[order], 0)
-    grad, scale = _normalise(torch.nn.functional.pad(grad, (0, len(e) - len(grad))), e.dtype)
+    these = _Operands.start(hidden, weight, bias, ctx.options, places=(ids, order, count))  # collective
+    dtype, wide = weight.dtype, these.wide
+    grad = torch.where(these.live(slice(0, len(order))), grad_losses.to(wide)[order], 0)
+    grad, scale = _normalise(torch.nn.functional.pad(grad, (0, these.num_rows - len(grad))), dtype)
     entry = torch.where(grad == 0, 0, torch.expm1(-loss) * grad)
-    residual = entry - entry.to(e.dtype)
+    residual = entry - entry.to(dtype)
     if kept is not None:
         # the kept columns have none of it
         local = ids - these.shard.start
         apart = (local >= 0) & (local < kept.shape[1])
         entry, residual = torch.where(apart, 0, entry), torch.where(apart, entry, residual)
-    state = RowState(ids, row_max, log_sum, grad, entry, None if e.dtype == wide and kept is None else residual)
+    state = RowState(ids, row_max, log_sum, grad, entry, None if dtype == wide and kept is None else residual)
 
-    d_packed, d_weight, d_bias = _gradient_memory(these, weight, ctx.needs_input_grad[:3])
+    d_hidden, d_weight, d_bias = _gradient_memory(these, weight, ctx.needs_input_grad[:3])
     factor = None
     if kept is not None:
         factor = torch.where(grad == 0, 0, grad * _softmax_scale(reference, row_max, log_sum))
-    reduction = _walk_panels(these, state, scale, ctx.options.plan, d_packed, d_weight, d_bias, kept, factor)
-    d_hidden = None
-    if d_packed is not None:
-        # before the result takes its place
-        del these, e
-        if reduction is not None:
-            reduction.wait()
-        d_hidden = unpack_rows(d_packed, order, count, scale, hidden.dtype)
-    return d_hidden, d_weight, None if d_bias is None else (d_bias * scale).to(weight.dtype)
+    _walk_panels(these, state, scale, d_hidden, d_weight, d_bias, kept, factor)
+    # before the result takes its place
+    these.drop()
+    d_states = None if d_hidden is None else d_hidden.finish(scale)
+    return d_states, d_weight, None if d_bias is None else (d_bias * scale).to(weight.dtype)
 
 
 def _walk_panels(
     these: _Operands,
     state: RowState,
     scale: torch.Tensor,
-    plan: Plan,
-    d_packed: torch.Tensor | None,
+    d_hidden: _HiddenGradient | None,
     d_weight: torch.Tensor | None,
     d_bias: torch.Tensor | None,
     kept: torch.Tensor | None,
     factor: torch.Tensor | None,
-) -> dist.Work | None:
-    """Fills the gradients a panel of columns at a time. Returns the reduction of ``d_packed`` that is under way."""
-    e, c, count, col0 = these.e, these.c, these.count, these.shard.start
+) -> None:
+    """Fills the gradients a panel of columns at a time, and starts the reduction of ``d_hidden``."""
+    c, count, col0, plan, group = these.c, these.count, these.shard.start, these.options.plan, these.shard.group
     num_v, start = len(c), 0 if kept is None else kept.shape[1]
-    reduction: dist.Work | None = None
-    if d_packed is not None:
+    reducing = False
+    if d_hidden is not None:
         if kept is not None:
-            hidden_gradient(kept, c, count, d_packed, v0=0, add=False)
-        target_rows(c, state.targets, state.residual, d_packed, col0=col0, scale=factor)
+            # slices of the hidden states may still be on their way
+            hidden_gradient(kept, c, count, d_hidden.packed, v0=0, add=False)
+        target_rows(c, state.targets, state.residual, d_hidden.packed, col0=col0, scale=factor)
+    e = these.e
 
     def sum_classes(columns: slice, out: torch.Tensor | None) -> ClassSums | None:
         if d_weight is None:
@@ -416,7 +470,7 @@ def _walk_panels(
         if d_weight is not None:
             weight_gradient(
                 panel, e[rows], count, scale, d_weight[columns], sums=sums, row0=rows.start,
-                beside_collective=reduction is not None, **carry,
+                beside_collective=reducing, **carry,
             )  # fmt: skip
 
     everything, later = slice(0, len(e)), None
@@ -443,9 +497,9 @@ def _walk_panels(
                     row0=rows.start, v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
                 )  # fmt: skip
                 last = rows.stop == len(e)
-                if d_packed is not None:
+                if d_hidden is not None:
                     with beside(e.device):
-                        hidden_gradient(panel, c, count, d_packed[rows], v0=v0, row0=rows.start, add=True)
+                        hidden_gradient(panel, c, count, d_hidden.packed[rows], v0=v0, row0=rows.start, add=True)
                 later = functools.partial(
                     add_weight, panel, rows, columns,
                     None if sums is None or rows.start else sums[v0 - part.start : columns.stop - part.start],
@@ -456,10 +510,11 @@ def _walk_panels(
                     later = None
                     # before the next panel takes this one's memory
                     join(e.device)
-    if d_packed is not None:
+    if d_hidden is not None:
         # under the products that are left. a rank without a class or a token takes part all the same
         join(e.device)
-        reduction = all_reduce(d_packed, these.shard.group, async_op=True)  # collective
+        d_hidden.reduce(everything)  # collective
+        reducing = group is not None
     if later is not None:
         later()
     if kept is not None and factor is not None and len(e):
@@ -473,7 +528,6 @@ def _walk_panels(
             scale_rows(e, factor)
             add_weight(kept, everything, slice(0, start), None if whole is None else whole[slice(0, start)])
     join(e.device)
-    return reduction
 
 
 def _parts(

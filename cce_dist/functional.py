@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 
 import torch
@@ -31,7 +32,8 @@ def linear_cross_entropy(
     After "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al., 2024).
 
     Args:
-        hidden: ``[..., D]``, float32, bfloat16, float16, or float64 on CPUs. Equal on all ranks of ``shard.group``.
+        hidden: ``[..., D]``, float32, bfloat16, float16, or float64 on CPUs. Equal on all ranks of ``shard.group``,
+            or each rank's slice of the sequence where ``shard.sequence_parallel`` says so.
             A DTensor: ``Replicate``, or ``Shard`` of a dimension but the last, the sequence's, whose slices the ranks
             then hold. Beside DTensors a plain tensor counts as replicated.
         weight: ``[V, D]``, hidden's dtype: the classifier, or this rank's rows of it where ``shard`` says so.
@@ -81,11 +83,14 @@ def linear_cross_entropy(
         hidden, weight, bias = _autocast(hidden, weight, bias)
         shard = _validate(hidden, weight, targets, bias, ignore_index, reduction, denominator, shard)
         check_choice(hidden.dtype, reduction, memory_budget, method)
-        plan = _plan_of(hidden, weight, bias, shard, reduction, memory_budget, method)
+        plan = _plan_of(targets.numel(), hidden, weight, bias, shard, reduction, memory_budget, method)
     except (ValueError, TypeError, IndexError) as problem:
         error = problem
+    sliced = error is None and shard is not None and shard.sequence_parallel
     same = {} if error is not None else {
-        "the shape of hidden": tuple(hidden.shape),
+        "the shape of hidden": "slices" if sliced else tuple(hidden.shape),
+        "sequence_parallel": sliced,
+        "the width of hidden": hidden.shape[-1],
         "the dtype of hidden": str(hidden.dtype),
         "the shape of targets": tuple(targets.shape),
         "requires_grad of hidden": hidden.requires_grad,
@@ -98,11 +103,16 @@ def linear_cross_entropy(
         "whether gradients are recorded": torch.is_grad_enabled(),
     }  # fmt: skip
     device = hidden.device if isinstance(hidden, torch.Tensor) else torch.device("cpu")
-    agree(given, same, targets, device, error)
+    own = tuple(hidden.shape[:-1]) if sliced else None
+    shapes = agree(given, same, device, error, targets=targets, own=own)
     assert isinstance(shard, VocabShard)
 
-    labels = targets.reshape(-1).to(torch.int64)
-    options = LossOptions(shard=shard, ignore_index=ignore_index, plan=plan)
+    dim, lengths = _slices(shapes, tuple(targets.shape)) if sliced else (0, [])
+    # the tokens of a rank's slice are neighbours
+    labels = torch.cat([part.reshape(-1) for part in targets.split(lengths, dim)]) if dim else targets.reshape(-1)
+    labels = labels.to(torch.int64)
+    slices = tuple(math.prod(shape) for shape in shapes) if sliced else None
+    options = LossOptions(shard=shard, ignore_index=ignore_index, plan=plan, slices=slices)
     rows = weight if weight.stride(-1) == 1 or weight.numel() == 0 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     operands = hidden.reshape(-1, hidden.shape[-1]), rows, bias, labels, options
@@ -111,7 +121,12 @@ def linear_cross_entropy(
     else:
         losses = TokenLosses.apply(*operands)
         if reduction == "none":
-            return losses.view(targets.shape)
+            if not dim:
+                return losses.view(targets.shape)
+            assert slices is not None
+            return torch.cat(
+                [part.view(shape) for part, shape in zip(losses.split(slices), shapes, strict=True)], dim
+            )
         total = losses.sum(dtype=torch.float64)
     if reduction == "mean":
         count = (labels != ignore_index).sum()
@@ -124,7 +139,20 @@ def linear_cross_entropy(
     return total.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
+def _slices(shapes: list[tuple[int, ...]], whole: tuple[int, ...]) -> tuple[int, list[int]]:
+    """The dimension along which the ranks' slices make up the shape ``whole``, and their lengths."""
+    for dim, length in enumerate(whole):
+        lengths = [shape[dim] for shape in shapes]
+        if sum(lengths) == length and all((*s[:dim], length, *s[dim + 1 :]) == whole for s in shapes):
+            return dim, lengths
+    raise ValueError(
+        f"hidden must be the ranks' slices of the shape {whole} of targets along one dimension, got "
+        f"{', '.join(map(str, shapes))}"
+    )
+
+
 def _plan_of(
+    num_tokens: int,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -134,7 +162,7 @@ def _plan_of(
     method: str | None,
 ) -> Plan:
     request = plan_request(
-        hidden.numel() // max(1, hidden.shape[-1]), hidden.shape[-1], shard.vocab_size, hidden.dtype,
+        num_tokens, hidden.shape[-1], shard.vocab_size, hidden.dtype,
         ranks=1 if shard.group is None else shard.group.size(), device=hidden.device, reduction=reduction,
         memory_budget=memory_budget, method=method, hidden_grad=hidden.requires_grad,
         weight_grad=weight.requires_grad, bias_grad=bias is not None and bias.requires_grad,
@@ -188,7 +216,14 @@ def _validate(
         )
     if hidden.shape[-1] == 0:
         raise ValueError(f"hidden must have at least one feature, got the shape {tuple(hidden.shape)}")
-    if targets.shape != hidden.shape[:-1]:
+    if isinstance(shard, VocabShard) and shard.sequence_parallel:
+        # the ranks' slices are looked at together
+        if targets.dim() == 0 or targets.dim() != hidden.dim() - 1:
+            raise ValueError(
+                f"targets must have the {hidden.dim() - 1} dimensions of the slices of hidden, here "
+                f"{tuple(hidden.shape)}, without the last, got the shape {tuple(targets.shape)}"
+            )
+    elif targets.shape != hidden.shape[:-1]:
         raise ValueError(
             f"targets must have the shape {tuple(hidden.shape[:-1])} of hidden {tuple(hidden.shape)} without its "
             f"last dimension, got {tuple(targets.shape)}"

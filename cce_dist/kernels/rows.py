@@ -31,39 +31,37 @@ def pack_order(targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, 
 
 
 @triton.jit
-def _pack_rows_kernel(x_ptr, order_ptr, count_ptr, out_ptr, N, D, stride_n, stride_d, BLOCK_D: tl.constexpr):
+def _take_rows_kernel(
+    x_ptr, index_ptr, scale_ptr, out_ptr, D, stride_n, stride_d, HAS_SCALE: tl.constexpr, BLOCK_D: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    live = row < tl.load(count_ptr)
-    source = tl.load(order_ptr + row, mask=live, other=0)
-    mask = offs_d < tl.where(live, D, 0)
+    source = tl.load(index_ptr + row)
+    # a row that is not asked for may hold anything, and is not read
+    mask = offs_d < tl.where(source >= 0, D, 0)
     x = tl.load(x_ptr + source * stride_n + offs_d.to(tl.int64) * stride_d, mask=mask, other=0.0)
-    tl.store(out_ptr + row * D + offs_d, x, mask=offs_d < D)
+    if HAS_SCALE:
+        x = x.to(tl.float32) * tl.load(scale_ptr)
+    tl.store(out_ptr + row * D + offs_d, x.to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
-@triton.jit
-def _unpack_rows_kernel(x_ptr, order_ptr, count_ptr, scale_ptr, out_ptr, D, BLOCK_D: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    live = row < tl.load(count_ptr)
-    # what lies past the count was never written, and is not read
-    x = tl.load(x_ptr + row * D + offs_d, mask=offs_d < tl.where(live, D, 0), other=0.0) * tl.load(scale_ptr)
-    tl.store(out_ptr + tl.load(order_ptr + row) * D + offs_d, x.to(out_ptr.dtype.element_ty), mask=offs_d < D)
-
-
-def pack_rows(x: torch.Tensor, order: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """``x[order]`` for the first ``count`` rows and zeros after them: [N, D] -> [N rounded up to ROW_GROUP, D]."""
-    n, d = x.shape
-    out = x.new_empty(round_up(n, ROW_GROUP), d)
+def take_rows(
+    x: torch.Tensor, index: torch.Tensor, *, scale: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """``x[index] * scale``, rounded once to ``dtype`` (x's where None), zero where ``index`` is -1:
+    [M, D], [N] int64, [] -> [N, D]."""
+    (n, d), dtype = (len(index), x.shape[1]), dtype or x.dtype
+    out = torch.empty(n, d, dtype=dtype, device=x.device)
     if not triton_serves(x):
-        live = int(count)
-        torch.index_select(x, 0, order[:live], out=out[:live])
-        out[live:] = 0
+        live = (index >= 0).nonzero()[:, 0]
+        rows = x[index[live]]
+        out[live] = (rows if scale is None else rows.mul_(scale)).to(dtype)
+        out[index < 0] = 0
     elif out.numel():
-        # row indices past N are never live, so `order` is not read there
         block = min(1024, triton.next_power_of_2(d))
-        grid = (len(out), triton.cdiv(d, block))
-        _pack_rows_kernel[grid](x, order, count, out, n, d, x.stride(0), x.stride(1), BLOCK_D=block)
+        _take_rows_kernel[(n, triton.cdiv(d, block))](
+            x, index, scale, out, d, x.stride(0), x.stride(1), HAS_SCALE=scale is not None, BLOCK_D=block
+        )
     return out
 
 
@@ -85,17 +83,13 @@ def scale_rows(x: torch.Tensor, scale: torch.Tensor) -> None:
         _scale_rows_kernel[(n, triton.cdiv(d, block))](x, scale, d, BLOCK_D=block)
 
 
-def unpack_rows(
-    x: torch.Tensor, order: torch.Tensor, count: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The inverse of :func:`pack_rows` for fp32 rows, times the device scalar ``scale``, rounded to ``dtype``."""
-    n, d = len(order), x.shape[1]
-    out = torch.empty(n, d, dtype=dtype, device=x.device)
-    if not triton_serves(x):
-        live = int(count)
-        out[order[:live]] = (x[:live] * scale).to(dtype)
-        out[order[live:]] = 0
-    elif out.numel():
-        block = min(1024, triton.next_power_of_2(d))
-        _unpack_rows_kernel[(n, triton.cdiv(d, block))](x, order, count, scale, out, d, BLOCK_D=block)
-    return out
+def packing(ids: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The token that each packed row holds, -1 where it holds none: the index by which :func:`take_rows` packs."""
+    padded = torch.nn.functional.pad(order, (0, len(ids) - len(order)))
+    return torch.where(ids == NO_TARGET, -1, padded)
+
+
+def unpacking(ids: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The packed row of each token, -1 where it is ignored: the index by which :func:`take_rows` unpacks."""
+    rows = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, torch.where(ids[: len(order)] == NO_TARGET, -1, rows))

@@ -18,29 +18,31 @@ _ERRORS: dict[str, type[Exception]] = {e.__name__: e for e in (ValueError, TypeE
 def agree(
     shard: VocabShard | None,
     same: Mapping[str, Any],
-    targets: torch.Tensor,
     device: torch.device,
     error: Exception | None,
-) -> None:
+    *,
+    targets: torch.Tensor | None = None,
+    own: Any = None,
+) -> list[Any]:
     """Raises on every rank of the shard's group what is wrong on any, or where the ranks differ in an entry of
     ``same`` or in ``targets``, or where their rows do not tile the vocabulary. ``error`` is what this rank itself
-    found wrong.
+    found wrong. Returns what each rank has as ``own``, in which they may differ.
 
     Groups on CPUs compare at every call. Groups on GPUs, where comparing waits for the device, do so once for each
-    shard and ``same``.
+    shard, ``same`` and ``own``.
     """
     if shard is None or shard.group is None or shard.group.size() == 1:
         if error is not None:
             raise error
-        return
+        return [own]
     # what was compared is remembered with the shard, not with its group: shards of two layouts can be equal on one
     # rank and differ on another, and all ranks must come to the same decision
-    signature = tuple(same.items())
+    signature = (*same.items(), own)
     if error is None and _comparing_waits(device) and signature in shard.agreed:
-        return
+        return shard.agreed[signature]
     told: list[Any] = [None] * shard.group.size()
     same = {**same, "vocab_size": shard.vocab_size}
-    if error is None:
+    if targets is not None and error is None:
         # data-parallel ranks that are taken for tensor-parallel ones have other tokens
         places = torch.arange(1, targets.numel() + 1, device=targets.device)
         same["a checksum of targets"] = int((targets.reshape(-1) * places).sum())
@@ -48,12 +50,14 @@ def agree(
         None if error is None else (type(error).__name__, str(error)),
         same,
         (shard.start, shard.stop),
+        own,
     )
     # the object collective uses the current device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         dist.all_gather_object(told, mine, group=shard.group)  # collective
     _raise_if_wrong(told, rank_and_size(shard.group)[0], error)
-    shard.agreed.add(signature)
+    shard.agreed[signature] = [theirs for *_, theirs in told]
+    return shard.agreed[signature]
 
 
 def _comparing_waits(device: torch.device) -> bool:
@@ -63,12 +67,12 @@ def _comparing_waits(device: torch.device) -> bool:
 def _raise_if_wrong(told: list[Any], rank: int, error: Exception | None) -> None:
     if error is not None:
         raise error
-    for other, (failure, _, _) in enumerate(told):
+    for other, (failure, *_) in enumerate(told):
         if failure is not None:
             name, message = failure
             raise _ERRORS.get(name, RuntimeError)(f"rank {other} of the group (this is rank {rank}): {message}")
     first = told[0][1]
-    for other, (_, theirs, _) in enumerate(told):
+    for other, (_, theirs, *_) in enumerate(told):
         for name, value in theirs.items():
             if value != first[name]:
                 raise ValueError(
@@ -76,14 +80,14 @@ def _raise_if_wrong(told: list[Any], rank: int, error: Exception | None) -> None
                     f"rank 0 has {first[name]}, rank {other} {value}"
                 )
     end = 0
-    for start, stop in sorted(bounds for _, _, bounds in told):
+    for start, stop in sorted(bounds for _, _, bounds, _ in told):
         if start != end:
             break
         end = stop
     else:
         if end >= first["vocab_size"]:
             return
-    bounds = ", ".join(f"{start}:{stop}" for _, _, (start, stop) in told)
+    bounds = ", ".join(f"{start}:{stop}" for _, _, (start, stop), _ in told)
     size = first["vocab_size"]
     raise ValueError(
         f"shard: the ranks' rows must tile the vocabulary of {size} without gap or overlap, got {bounds}"

@@ -3,6 +3,7 @@ argument; ``None`` is one rank and communicates nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,34 @@ def all_gather_rows(tensor: torch.Tensor, sizes: list[int], group: dist.ProcessG
     padded[: len(tensor)] = tensor
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def gather_slices(
+    x: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup | None
+) -> Callable[[], torch.Tensor]:
+    """Starts the gather of the ranks' slices [n_r, D], n_r from ``sizes``. What is returned waits for them: [R L, D]
+    with L the longest slice's length, the slice of rank r from row r L on, and anything after a shorter one."""
+    if group is None or group.size() == 1:
+        return lambda: x
+    longest = max(sizes)
+    if len(x) < longest:
+        x = torch.nn.functional.pad(x, (0, 0, 0, longest - len(x)))
+    out = x.new_empty(len(sizes) * longest, x.shape[1])
+    work = dist.all_gather_into_tensor(out, x.contiguous(), group=group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return out
+
+    return wait
+
+
+def scatter_sums(x: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, dist.Work | None]:
+    """Starts the sum over ranks of [R L, D], of which each rank gets its [L, D]; the caller waits on the second."""
+    if group is None or group.size() == 1:
+        return x, None
+    out = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
 
 
 class _CopyToGroup(torch.autograd.Function):

@@ -24,9 +24,12 @@ class VocabShard:
     must tile the vocabulary; the first call of the loss with a shard compares them over the group, so make a shard
     once and keep it.
 
+    With ``sequence_parallel`` each rank passes its own slice of the hidden states: ``[..., D]`` whose leading shape
+    is that of the targets but for one dimension, of which the ranks' slices, of any lengths, make up the whole in
+    the order of the ranks. They are gathered for the products and not kept, and the gradient is that of the slice.
+
     Raises ``ValueError`` for bounds that are not ``0 <= start <= stop``, for a ``vocab_size`` below 1 or from
-    2**31 - 1 on, and for a
-    shard without a group that is not the whole vocabulary.
+    2**31 - 1 on, and for a shard without a group that is not the whole vocabulary.
     """
 
     start: int
@@ -35,7 +38,7 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
     # what the group's ranks have agreed on, see agreement.py
-    agreed: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False, compare=False)
+    agreed: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -69,7 +72,14 @@ class VocabShard:
         return max(0, min(self.stop, self.vocab_size) - self.start)
 
     @classmethod
-    def even(cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, multiple_of: int = 1) -> VocabShard:
+    def even(
+        cls,
+        vocab_size: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        multiple_of: int = 1,
+        sequence_parallel: bool = False,
+    ) -> VocabShard:
         """Balanced: the first ``vocab_size % R`` ranks hold one row more than the others.
 
         With ``multiple_of`` whole blocks of so many rows are dealt out and the last rank's tail is short: with 256
@@ -81,24 +91,34 @@ class VocabShard:
         base, extra = divmod(-(-vocab_size // multiple_of), size)
         start = (rank * base + min(rank, extra)) * multiple_of
         stop = start + (base + (rank < extra)) * multiple_of
-        return cls(min(start, vocab_size), min(stop, vocab_size), vocab_size, group)
+        return cls(min(start, vocab_size), min(stop, vocab_size), vocab_size, group, sequence_parallel)
 
     @classmethod
-    def chunked(cls, vocab_size: int, group: dist.ProcessGroup | None = None) -> VocabShard:
+    def chunked(
+        cls, vocab_size: int, group: dist.ProcessGroup | None = None, *, sequence_parallel: bool = False
+    ) -> VocabShard:
         """``torch.chunk``'s layout, which DTensor's ``Shard(0)`` has: the last ranks may be short or empty."""
         rank, size = rank_and_size(group)
         chunk = -(-vocab_size // size)
-        return cls(min(rank * chunk, vocab_size), min((rank + 1) * chunk, vocab_size), vocab_size, group)
+        start, stop = min(rank * chunk, vocab_size), min((rank + 1) * chunk, vocab_size)
+        return cls(start, stop, vocab_size, group, sequence_parallel)
 
     @classmethod
-    def padded(cls, vocab_size: int, multiple_of: int = 128, group: dist.ProcessGroup | None = None) -> VocabShard:
+    def padded(
+        cls,
+        vocab_size: int,
+        multiple_of: int = 128,
+        group: dist.ProcessGroup | None = None,
+        *,
+        sequence_parallel: bool = False,
+    ) -> VocabShard:
         """Megatron's layout: equal shards of a vocabulary padded to a multiple of ``multiple_of`` times the group's
         size."""
         if multiple_of < 1:
             raise ValueError(f"VocabShard.padded: multiple_of must be at least 1, got {multiple_of}")
         rank, size = rank_and_size(group)
         rows = -(-vocab_size // (multiple_of * size)) * multiple_of
-        return cls(rank * rows, (rank + 1) * rows, vocab_size, group)
+        return cls(rank * rows, (rank + 1) * rows, vocab_size, group, sequence_parallel)
 
     @classmethod
     def from_dtensor(cls, weight: torch.Tensor) -> VocabShard:
