@@ -27,6 +27,14 @@ SAFE = 64.0
 
 
 @dataclass(frozen=True)
+class MainGrad:
+    """A gradient in fp32 that a parameter carries and that grows in place, as Megatron's ``main_grad`` does."""
+
+    tensor: torch.Tensor
+    parameter: torch.Tensor
+
+
+@dataclass(frozen=True)
 class LossOptions:
     """What travels below ``functional``."""
 
@@ -35,13 +43,14 @@ class LossOptions:
     plan: Plan
     # tokens of each rank's slice of the hidden states; None where every rank has all of them
     slices: tuple[int, ...] | None = None
+    main_grad: MainGrad | None = None
 
 
 @dataclass
 class _Operands:
     """One rank's matrices, the rows packed (see kernels/rows.py), and the tokens' places and targets."""
 
-    hidden: Callable[[], torch.Tensor]
+    hidden: Callable[[], torch.Tensor] | None
     c: torch.Tensor
     bias: torch.Tensor | None
     ids: torch.Tensor
@@ -76,7 +85,10 @@ class _Operands:
             # shorter slices have gaps behind them
             starts = (torch.arange(size, device=index.device) + r * max(slices) for r, size in enumerate(slices))
             index = torch.where(index >= 0, torch.cat([*starts])[index], -1)
-        return take_rows(self.hidden(), index)
+        # what was gathered is not needed again
+        assert self.hidden is not None
+        whole, self.hidden = self.hidden(), None
+        return take_rows(whole, index)
 
     @property
     def shard(self) -> VocabShard:
@@ -314,7 +326,8 @@ class _Pending:
         assert self.d_weight is not None
         weight_gradient(
             panel, these.e[rows], these.count, scale, self.d_weight[: len(these.c)], row0=rows.start, sums=sums,
-            low=self.low, add=rows.start > 0, last=last, beside_collective=these.shard.group is not None,
+            low=self.low, add=rows.start > 0, last=last, grow=these.options.main_grad is not None,
+            beside_collective=these.shard.group is not None,
         )  # fmt: skip
 
     def finish(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -330,7 +343,11 @@ class _Pending:
         self.last = self.buffer = self.low = None
         these.drop()
         d_hidden = None if self.d_hidden is None else self.d_hidden.finish(scale)
-        return d_hidden, self.d_weight, None if self.d_bias is None else (self.d_bias * scale).to(self.dtype)
+        return (
+            d_hidden,
+            _returned(these, self.d_weight),
+            None if self.d_bias is None else (self.d_bias * scale).to(self.dtype),
+        )
 
 
 def _gradient_memory(
@@ -338,12 +355,24 @@ def _gradient_memory(
 ) -> tuple[_HiddenGradient | None, torch.Tensor | None, torch.Tensor | None]:
     """Where the gradients of hidden states, weight and bias grow: in fp32, the weight's dtype, fp32."""
     needs_hidden, needs_weight, needs_bias = needs
-    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-    if d_weight is not None:
+    main_grad, d_weight = these.options.main_grad, None
+    if needs_weight and main_grad is not None:
+        d_weight = main_grad.tensor
+    elif needs_weight:
+        d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         # padding, and everything where there is no token
         d_weight[len(these.c) if these.num_rows else 0 :] = 0
     d_bias = torch.zeros(len(weight), dtype=these.wide, device=weight.device) if needs_bias else None
     return _HiddenGradient(these) if needs_hidden else None, d_weight, d_bias
+
+
+def _returned(these: _Operands, d_weight: torch.Tensor | None) -> torch.Tensor | None:
+    """What backward returns as the classifier's gradient: nothing where it has grown in the parameter's."""
+    main_grad = these.options.main_grad
+    if main_grad is None or d_weight is None:
+        return d_weight
+    main_grad.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return None
 
 
 def _panel_memory(e: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -434,7 +463,7 @@ def _gradients(
     # before the result takes its place
     these.drop()
     d_states = None if d_hidden is None else d_hidden.finish(scale)
-    return d_states, d_weight, None if d_bias is None else (d_bias * scale).to(weight.dtype)
+    return d_states, _returned(these, d_weight), None if d_bias is None else (d_bias * scale).to(weight.dtype)
 
 
 def _walk_panels(
@@ -450,7 +479,7 @@ def _walk_panels(
     """Fills the gradients a panel of columns at a time, and starts the reduction of ``d_hidden``."""
     c, count, col0, plan, group = these.c, these.count, these.shard.start, these.options.plan, these.shard.group
     num_v, start = len(c), 0 if kept is None else kept.shape[1]
-    reducing = False
+    reducing, grow = False, these.options.main_grad is not None
     if d_hidden is not None:
         if kept is not None:
             # slices of the hidden states may still be on their way
@@ -470,21 +499,22 @@ def _walk_panels(
         if d_weight is not None:
             weight_gradient(
                 panel, e[rows], count, scale, d_weight[columns], sums=sums, row0=rows.start,
-                beside_collective=reducing, **carry,
+                grow=grow, beside_collective=reducing, **carry,
             )  # fmt: skip
 
     everything, later = slice(0, len(e)), None
-    # where nothing is kept, the sums start the gradient in its own memory, a part at a time
-    whole = None if kept is None else sum_classes(slice(0, num_v), None)
+    # where the gradient starts here, the sums do so in its own memory, a part at a time
+    apart = kept is not None or grow
+    whole = sum_classes(slice(0, num_v), None) if apart else None
     buffer = low = panel = sums = None
-    for part, width, memory in _parts(e, d_weight, slice(start, num_v), plan):
+    for part, width, memory in _parts(e, None if grow else d_weight, slice(start, num_v), plan):
         blocks = list(these.chunks(plan.rows)) if memory is None else [everything]
         buffer = memory
         if buffer is None:
             buffer = e.new_empty(blocks[0].stop, min(width, round_up(part.stop - part.start, TILE_V)))
-        if len(blocks) > 1 and d_weight is not None and d_weight.dtype == torch.bfloat16:
+        if len(blocks) > 1 and d_weight is not None and d_weight.dtype == torch.bfloat16 and not grow:
             low = torch.empty(buffer.shape[1], e.shape[1], dtype=torch.int16, device=e.device)
-        if kept is not None:
+        if apart:
             sums = None if whole is None else whole[part]
         elif d_weight is not None:
             sums = sum_classes(part, d_weight[part])
@@ -503,7 +533,8 @@ def _walk_panels(
                 later = functools.partial(
                     add_weight, panel, rows, columns,
                     None if sums is None or rows.start else sums[v0 - part.start : columns.stop - part.start],
-                    low=None if low is None else low[: columns.stop - v0], add=rows.start > 0, last=last,
+                    low=None if low is None else low[: columns.stop - v0],
+                    add=rows.start > 0 and not grow, last=last or grow,
                 )  # fmt: skip
                 if not last or columns.stop < num_v:
                     later()

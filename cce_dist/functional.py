@@ -7,7 +7,7 @@ import numbers
 
 import torch
 
-from .autograd import LossOptions, TokenLosses, TotalLoss
+from .autograd import LossOptions, MainGrad, TokenLosses, TotalLoss
 from .parallel import dtensor
 from .parallel.agreement import agree
 from .parallel.shard import VocabShard
@@ -38,6 +38,8 @@ def linear_cross_entropy(
             then hold. Beside DTensors a plain tensor counts as replicated.
         weight: ``[V, D]``, hidden's dtype: the classifier, or this rank's rows of it where ``shard`` says so.
             A DTensor with ``Shard(0)`` on one axis of its mesh implies the shard; on other axes it is whole.
+            Where a plain one carries an fp32 ``main_grad`` of its shape (Megatron's convention), the products add its
+            gradient there, ``grad_added_to_main_grad`` is set, and ``grad`` gets nothing.
         targets: ``[...]``, int64 (or int32), class ids of the whole vocabulary. A DTensor: ``Replicate``.
         bias: ``[V]``, hidden's dtype, sharded as ``weight`` is.
         ignore_index: tokens with this target add nothing to the loss and to any gradient, even where their hidden
@@ -74,7 +76,9 @@ def linear_cross_entropy(
     """
     given = shard if isinstance(shard, VocabShard) else None
     error: Exception | None = None
+    main_grad: MainGrad | None = None
     try:
+        main_grad = _main_grad(weight)
         if dtensor.any_dtensor(hidden, weight, bias, targets):
             given = dtensor.group_hint(weight, hidden, bias, targets) or given
             hidden, weight, bias, targets, shard = dtensor.to_local(hidden, weight, bias, targets, shard)
@@ -83,7 +87,8 @@ def linear_cross_entropy(
         hidden, weight, bias = _autocast(hidden, weight, bias)
         shard = _validate(hidden, weight, targets, bias, ignore_index, reduction, denominator, shard)
         check_choice(hidden.dtype, reduction, memory_budget, method)
-        plan = _plan_of(targets.numel(), hidden, weight, bias, shard, reduction, memory_budget, method)
+        grows = main_grad is not None
+        plan = _plan_of(targets.numel(), hidden, weight, bias, shard, reduction, memory_budget, method, grows)
     except (ValueError, TypeError, IndexError) as problem:
         error = problem
     sliced = error is None and shard is not None and shard.sequence_parallel
@@ -98,6 +103,7 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
         "memory_budget": memory_budget,
         "method": method,
+        "the presence of main_grad": main_grad is not None,
         # what the plan depends on
         "whether reduction is none": reduction == "none",
         "whether gradients are recorded": torch.is_grad_enabled(),
@@ -112,7 +118,7 @@ def linear_cross_entropy(
     labels = torch.cat([part.reshape(-1) for part in targets.split(lengths, dim)]) if dim else targets.reshape(-1)
     labels = labels.to(torch.int64)
     slices = tuple(math.prod(shape) for shape in shapes) if sliced else None
-    options = LossOptions(shard=shard, ignore_index=ignore_index, plan=plan, slices=slices)
+    options = LossOptions(shard=shard, ignore_index=ignore_index, plan=plan, slices=slices, main_grad=main_grad)
     rows = weight if weight.stride(-1) == 1 or weight.numel() == 0 else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     operands = hidden.reshape(-1, hidden.shape[-1]), rows, bias, labels, options
@@ -160,15 +166,32 @@ def _plan_of(
     reduction: str,
     memory_budget: int | str | None,
     method: str | None,
+    main_grad: bool,
 ) -> Plan:
     request = plan_request(
         num_tokens, hidden.shape[-1], shard.vocab_size, hidden.dtype,
         ranks=1 if shard.group is None else shard.group.size(), device=hidden.device, reduction=reduction,
         memory_budget=memory_budget, method=method, hidden_grad=hidden.requires_grad,
         weight_grad=weight.requires_grad, bias_grad=bias is not None and bias.requires_grad,
-        recorded=torch.is_grad_enabled(),
+        recorded=torch.is_grad_enabled(), main_grad=main_grad, sequence_parallel=shard.sequence_parallel,
     )  # fmt: skip
     return make_plan(*request)
+
+
+def _main_grad(weight: torch.Tensor) -> MainGrad | None:
+    """The gradient in full precision that ``weight`` carries, if it does and wants one."""
+    tensor = getattr(weight, "main_grad", None)
+    if not isinstance(tensor, torch.Tensor) or not weight.requires_grad or dtensor.any_dtensor(weight, tensor):
+        return None
+    if tensor.dtype != torch.promote_types(weight.dtype, torch.float32):
+        # who reads it adds the usual gradient
+        return None
+    if tensor.shape != weight.shape or tensor.device != weight.device or not tensor.is_contiguous():
+        raise ValueError(
+            f"weight.main_grad must be contiguous, on {weight.device} and of weight's shape {tuple(weight.shape)}, "
+            f"got {tuple(tensor.shape)} with the strides {tensor.stride()} on {tensor.device}"
+        )
+    return MainGrad(tensor, weight)
 
 
 def _autocast(

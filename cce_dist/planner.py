@@ -51,6 +51,10 @@ class Problem:
     cpu: bool = False
     # whether exponentials can wait for their normaliser: fp16 has not the range
     wide_range: bool = True
+    # whether the classifier's gradient grows in memory that is there
+    main_grad: bool = False
+    # tokens of a rank's slice of the hidden states, 0 where it has all of them
+    slice: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def plan(
     method: str | None = None,
     hidden_requires_grad: bool = True,
     weight_requires_grad: bool = True,
+    main_grad: bool = False,
+    sequence_parallel: bool = False,
     device: torch.device | str | None = None,
 ) -> Plan:
     """The plan that :func:`cce_dist.linear_cross_entropy` makes for a call, without the call: nothing is allocated.
@@ -109,6 +115,8 @@ def plan(
         reduction, memory_budget, method: as in the call.
         hidden_requires_grad, weight_requires_grad: what asks for a gradient. Where neither does, the plan is that of
             a forward alone; the ranks of a group plan as if every weight did.
+        main_grad: whether ``weight`` carries an fp32 gradient, which is none of the call's memory.
+        sequence_parallel: whether a rank's hidden states are its slice, here of ``tokens / tp``.
         device: a ``torch.device``, its name, or the name of a chip that need not be there: ``"sm_90"`` (then with
             the multiprocessors of its usual part, 132 for an H100 or H200). None: the current GPU, ``"sm_90"`` where
             there is none.
@@ -138,7 +146,7 @@ def plan(
         *plan_request(
             tokens, hidden_size, vocab_size, dtype, ranks=tp, device=device, reduction=reduction,
             memory_budget=memory_budget, method=method, hidden_grad=hidden_requires_grad,
-            weight_grad=weight_requires_grad,
+            weight_grad=weight_requires_grad, main_grad=main_grad, sequence_parallel=sequence_parallel,
         )
     )  # fmt: skip
 
@@ -177,6 +185,8 @@ def plan_request(
     weight_grad: bool,
     bias_grad: bool = False,
     recorded: bool = True,
+    main_grad: bool = False,
+    sequence_parallel: bool = False,
 ) -> tuple[Problem, int | None, bool, str | None]:
     """The arguments of :func:`make_plan` for a call: the same on all ranks, so from nothing that a rank has alone.
 
@@ -195,6 +205,8 @@ def plan_request(
         scalar=reduction != "none",
         wide_range=dtype != torch.float16,
         cpu=target == "cpu",
+        main_grad=main_grad,
+        slice=cdiv(tokens, ranks) if sequence_parallel else 0,
     )
     if not recorded or not (ranks > 1 or hidden_grad or weight_grad or bias_grad):
         # one pass over the logits: there is nothing to choose
@@ -304,13 +316,17 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
         found += [_cached(p, kept) for kept in sorted({TILE_V, min(fits, whole), whole})]
     if p.wide_range and p.scalar:
         step = CPU_CHUNK if p.cpu else SMALLEST_CHUNK
-        found += [_fused(p, chunk) for chunk in (*range(step, min(p.tokens, 1 << 16), step), p.tokens)]
+        # chunks leave the upstream gradient to the last one: gradients that are there already do not wait for it
+        chunks = () if p.main_grad else range(step, min(p.tokens, 1 << 16), step)
+        found += [_fused(p, chunk) for chunk in (*chunks, p.tokens)]
     return found
 
 
 def _recompute(p: Problem, most: int) -> Plan:
     panels = _panels(p, 0, most)
     held = _packed(p) + panels.own + 4 * p.vocab * p.weight_grad
+    if p.main_grad:
+        held += round_up(p.tokens, ROW_GROUP) * p.hidden * _wide(p)
     return _plan(p, "recompute", panels, 0, p.tokens, 4, 4 + panels.slow, held)
 
 
@@ -344,9 +360,9 @@ def _panels(p: Problem, kept: int, most: int) -> _Panels:
     width = panel_width(block, p.hidden, columns, most, p.tiles, p.device)
     own = block * min(width, round_up(p.vocab - kept, TILE_V)) * p.itemsize
     if block < rows:
-        own += 2 * width * p.hidden * (p.itemsize == 2 and p.weight_grad)
+        own += 2 * width * p.hidden * (p.itemsize == 2 and p.weight_grad and not p.main_grad)
     narrow, wide = 1.0, 0
-    if p.weight_grad and most < PANEL_COLUMNS and block == rows:
+    if p.weight_grad and not p.main_grad and most < PANEL_COLUMNS and block == rows:
         wide = panel_width(rows, p.hidden, columns, PANEL_COLUMNS, p.tiles, p.device)
         needed = cdiv(rows * wide, p.hidden)
         if kept >= needed:
@@ -383,19 +399,20 @@ def _wide(p: Problem) -> int:
 
 
 def _packed(p: Problem) -> int:
-    """The packed hidden states and their gradient before its last rounding."""
-    wide = _wide(p) if p.hidden_grad else 0
+    """The packed hidden states and their gradient before its last rounding, twice where the ranks' slices of it are
+    scattered."""
+    wide = _wide(p) * (2 if p.slice else 1) if p.hidden_grad else 0
     return round_up(p.tokens, ROW_GROUP) * p.hidden * (p.itemsize + wide)
 
 
 def _plan(
     p: Problem, method: str, panels: _Panels, kept: int, chunk: int, products: float, cost: float, held: int
 ) -> Plan:
-    gradients = p.itemsize * p.hidden * (p.tokens * p.hidden_grad + p.vocab * p.weight_grad)
-    rows = round_up(p.tokens, ROW_GROUP)
-    classifier = p.itemsize * p.hidden * p.vocab * p.weight_grad
+    rows, tokens = round_up(p.tokens, ROW_GROUP), p.slice or p.tokens
+    classifier = p.itemsize * p.hidden * p.vocab * (p.weight_grad and not p.main_grad)
+    gradients = classifier + p.itemsize * p.hidden * tokens * p.hidden_grad
     # the packed hidden states make way for the gradient of the hidden states
-    unpacking = (rows * _wide(p) + p.tokens * p.itemsize) * p.hidden if p.hidden_grad else 0
+    unpacking = (rows * _wide(p) + tokens * p.itemsize) * p.hidden if p.hidden_grad else 0
     peak = classifier + max(held, unpacking) + TOKEN_BYTES * rows
     return Plan(
         method, panels.width, panels.rows, panels.wide, kept, chunk, products, cost, max(0, peak - gradients), peak

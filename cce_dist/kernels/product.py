@@ -61,6 +61,7 @@ def _weight_gradient_kernel(
     panel, e, out_ptr, low_ptr, first_ptr, sums_ptr, scale_ptr, count_ptr,
     N, D, width, row0, stride_panel, stride_e, stride_out,
     HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
+    GROW: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +70,7 @@ def _weight_gradient_kernel(
     scale = tl.load(scale_ptr)
     num_v = tl.cdiv(width, BLOCK_N)
     num_d = tl.cdiv(D, BLOCK_V)
-    if ADD and not LAST:
+    if (ADD and not LAST) or GROW:
         # without a token nothing changes
         num_v = tl.where(count > 0, num_v, 0)
     for tile in tl.range(tl.program_id(0), num_v * num_d, tl.num_programs(0), flatten=True):
@@ -89,11 +90,11 @@ def _weight_gradient_kernel(
         W: tl.constexpr = BLOCK_V // 2
         _store_classes(
             out_ptr, low_ptr, first_ptr, sums_ptr, first, left, scale, v, d, width, D, stride_out,
-            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, BLOCK_N, W,
+            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, BLOCK_N, W,
         )  # fmt: skip
         _store_classes(
             out_ptr, low_ptr, first_ptr, sums_ptr, first, right, scale, v, d + W, width, D, stride_out,
-            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, BLOCK_N, W,
+            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, BLOCK_N, W,
         )  # fmt: skip
 
 
@@ -110,6 +111,7 @@ def first_tokens(first_ptr, v, width, SUMS: tl.constexpr, ROWS: tl.constexpr):
 def _store_classes(
     out_ptr, low_ptr, first_ptr, sums_ptr, first, value, scale, v, d, width, D, stride,
     HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
+    GROW: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     offs_v = v + tl.arange(0, ROWS)
@@ -132,6 +134,8 @@ def _store_classes(
     if HAS_START:
         # the rows of classes without a token hold anything
         value += tl.load(out_ptr + offs, mask=mask & (first >= 0)[:, None], other=0.0).to(tl.float32)
+    if GROW:
+        value += tl.load(out_ptr + offs, mask=mask, other=0.0)
     if LAST:
         tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=mask)
     elif HAS_LOW:
@@ -200,6 +204,7 @@ def weight_gradient(
     low: torch.Tensor | None = None,
     add: bool = False,
     last: bool = True,
+    grow: bool = False,
     beside_collective: bool = False,
 ) -> None:
     """``out = scale (panel.T @ e + sums)`` over the rows before ``count - row0``, rounded once: [N, width], [N, D] ->
@@ -208,11 +213,12 @@ def weight_gradient(
     ``sums`` that wait in ``out`` are in its units: they are added after the scale. Where the tokens come in several
     calls, the first takes the sums, all but the ``last`` leave their result unscaled in fp32, and all but the first
     ``add`` to it. In a bf16 ``out`` the upper halves of that wait, and in ``low`` [width, D] int16 the lower ones.
-    ``beside_collective`` says that a reduction is under way on the same device.
+    With ``grow`` the result is added to what ``out`` holds, a gradient in fp32; several calls then need nothing of
+    that. ``beside_collective`` says that a reduction is under way on the same device.
     """
     (n, width), d = panel.shape, e.shape[1]
     if not triton_serves(panel):
-        _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, last)
+        _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, last, grow)
         return
     target = target_of(panel.device)
     tma = descriptors_fit(target, panel, e)
@@ -223,7 +229,7 @@ def weight_gradient(
         # one round of tiles alone: what waits for multiprocessors when it ends is the collective, and not the others
         weight_gradient(
             panel[:, :first], e, count, scale, out[:first], row0=row0, sums=None if sums is None else sums[:first],
-            low=None if low is None else low[:first], add=add, last=last,
+            low=None if low is None else low[:first], add=add, last=last, grow=grow,
         )  # fmt: skip
         panel, out, low = panel[:, first:], out[first:], None if low is None else low[first:]
         sums, width = None if sums is None else sums[first:], width - first
@@ -237,21 +243,21 @@ def weight_gradient(
         out, low, None if sums is None else sums.first, None if sums is None else sums.rows, scale, count,
         n, d, width, row0, panel.stride(0), e.stride(0), out.stride(0),
         HAS_START=sums is not None and sums.rows is None, HAS_SUMS=sums is not None and sums.rows is not None,
-        HAS_LOW=low is not None, ADD=add, LAST=last, TMA=tma, PRECISION="ieee", **tiles.shape,
+        HAS_LOW=low is not None, ADD=add, LAST=last, GROW=grow, TMA=tma, PRECISION="ieee", **tiles.shape,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
-def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, last):
+def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, last, grow):
     n = max(0, min(len(panel), int(count) - row0))
     wide = torch.promote_types(e.dtype, torch.float32)
     # operands of 16 bits are widened in pieces, so that the copy stays small
-    step = max(1, len(out)) if e.dtype == wide else 4096
+    step = max(1, len(out)) if e.dtype == wide and not grow else 4096
     right = e[:n].to(wide)
     for v in range(0, len(out), step):
         part = slice(v, v + step)
         # a gradient in full precision grows in its own memory
-        value = out[part].to(wide)
+        value = torch.empty_like(out[part]) if grow else out[part].to(wide)
         hit = None if sums is None else (sums.first[part] >= 0).nonzero()[:, 0]
         start = None if sums is None else (value[hit] if sums.rows is None else sums.rows[sums.first[part][hit]])
         if add and low is not None:
@@ -268,5 +274,7 @@ def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, la
             bits = value.view(torch.int32)
             low[part] = bits.to(torch.int16)
             value = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-        if value.dtype != wide or out.dtype != wide:
+        if grow:
+            out[part] += value
+        elif value.dtype != wide or out.dtype != wide:
             out[part] = value
