@@ -211,9 +211,11 @@ class TotalLoss(torch.autograd.Function):
         for rows in these.chunks(options.plan.chunk):
             panel = pending.panel(rows)
             statistics = _statistics(these, rows, logit, panel, reference)
-            # before the row's normaliser is known
-            pending.add_hidden(rows, panel)
+            # the row's normaliser is not needed: it is found beside the product's last tiles
+            with beside(hidden.device):
+                pending.add_hidden(rows, panel)
             parts.append(merge_statistics(statistics, bits, options.shard.group))  # collectives
+            join(hidden.device)
             pending.normalise(rows, panel, reference, *parts[-1])
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
         ctx.save_for_backward(

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from cce_dist import VocabParallelEmbedding, VocabParallelLMHead
+from cce_dist import VocabParallelEmbedding, VocabParallelLMHead, VocabShard
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,16 @@ class LanguageModel(torch.nn.Module):
         whole = LlamaForCausalLM(config)
         tp_group = mesh.get_group("tp")
         self.body, self.materialised = whole.model, args.head == "materialised"
-        self.head = VocabParallelLMHead.from_linear(whole.lm_head, tp_group)
+        self.body_is_sharded = mesh["tp"].size() > 1
+        # the body then ends with slices of the sequence
+        shard = VocabShard.even(args.vocab_size, tp_group, sequence_parallel=self.body_is_sharded)
+        self.head = VocabParallelLMHead.from_linear(whole.lm_head, shard=shard)
         self.body.embed_tokens = (
             VocabParallelEmbedding.tied_to(self.head)
             if args.tied
             else VocabParallelEmbedding.from_embedding(self.body.embed_tokens, tp_group)
         )
         self.to(mesh.device_type)
-        self.body_is_sharded = mesh["tp"].size() > 1
         if self.body_is_sharded:
             shard_body(self.body, mesh["tp"])
         if mesh["dp"].size() > 1 or mesh["fsdp"].size() > 1:
@@ -84,8 +86,7 @@ class LanguageModel(torch.nn.Module):
         """ids, labels [batch, length] -> the sum of the tokens' losses over ``denominator``."""
         hidden = self.body(input_ids=ids).last_hidden_state
         if self.body_is_sharded:
-            # the loss gives every rank the whole gradient: there is nothing left to add up
-            hidden = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+            hidden = hidden.to_local()
         if self.materialised:
             logits = F.linear(hidden, self.head.weight).float()
             total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
