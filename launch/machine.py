@@ -94,7 +94,7 @@ class Machine:
             (event.name, event.time_range.start, event.time_range.end)
             for event in record.events()
             # ranges that the host names have the device's type too
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+            if event.device_type.name == "CUDA" and not event.is_user_annotation
         ]
         # the first to communicate is the ranks' meeting
         met = min((end for name, _, end in kernels if name.startswith(COMMUNICATION)), default=math.inf)
