@@ -142,10 +142,11 @@ def test_memory_on_a_cpu_is_that_of_the_tensors(benchmark) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_vocabulary(tmp_path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--sequence-parallel"]], ids=["whole", "slices"])
+def test_two_ranks_share_the_vocabulary(tmp_path, flags) -> None:
     path = tmp_path / "figures.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--shape", "33x16x601", "--repeat", "2", "--peers", "megatron,pytorch", "--json", str(path)]
+    options = ["--shape", "33x16x601", "--repeat", "2", "--peers", "megatron,pytorch", "--json", str(path), *flags]
     outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = outer | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(LAUNCH.parent)}
     subprocess.run([*launcher, str(LAUNCH / "benchmark.py"), *options], check=True, env=environment, timeout=120)
