@@ -9,16 +9,20 @@ operations), with the logits twice for a method that computes them twice (8NVD),
 forward alone. A chip's clock wanders, so every row takes turns with its floors, and its ratios are to their medians
 in its own turns. Peaks are the allocator's, beyond the inputs, gradients included. Errors are relative norms against
 fp64 on a smaller problem of the same width, half of whose tokens are confident. Under torchrun each rank holds its
-slice of the vocabulary, the floors are divided by the number of ranks, and the slowest rank counts. A row that fails
-says why, and the others go on.
+slice of the vocabulary, the floors are divided by the number of ranks, and the slowest rank counts; on GPUs a trace
+of one step says in which share of its time a rank communicates, or waits for another to do so, and computes nothing
+(exposed). With --sequence-parallel our rows get a rank's slice of the hidden states; peers keep all of them. A row
+that fails says why, and the others go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import itertools
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -99,6 +103,8 @@ class Problem:
     def __init__(self, shape: Shape, args: argparse.Namespace, machine: Machine) -> None:
         tokens, width, vocab = shape
         self.vocab, self.repeat, self.machine = vocab, args.repeat, machine
+        self.sequence_parallel = args.sequence_parallel
+        self.trace = args.trace and args.trace / f"{tokens}x{width}x{vocab}"
         self.tensors = inputs(shape, args, machine.device)
         self.floors = floors_of(*self.tensors[:2])
         self.small = inputs((min(tokens, 2048), width, min(vocab, 32768)), args, machine.device, confident=True)
@@ -129,6 +135,8 @@ class Problem:
                 function()
         e.grad = c.grad = None
         row.peak = machine.peak(step)
+        if machine.cuda and row.ranks > 1:
+            row.exposed = machine.exposed(step, self.trace and self.trace / re.sub(r"\W+", "-", row.name))
         tick()
         for _ in range(self.repeat):
             row.floor_seconds.append(machine.seconds(floor))
@@ -138,17 +146,28 @@ class Problem:
             tick()
 
     def local(self, row: Row, tensors: Tensors) -> tuple[peers.Loss, Tensors]:
-        """The row's loss, and the tensors with the part of the weight that it gets on this rank."""
+        """The row's loss, and the parts of hidden states and weight that it gets on this rank, with all targets."""
         hidden, weight, targets = tensors
         shard = self.shard(row, len(weight))
-        rows = weight if shard is None else weight[shard.start : shard.stop].clone()
-        return row.make(shard), (hidden, rows, targets)
+        if shard is None:
+            return row.make(None), tensors
+        rows = weight[shard.start : shard.stop].clone()
+        return row.make(shard), (self.tokens(shard, hidden), rows, targets)
+
+    def tokens(self, shard: VocabShard, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's, of [N, D]."""
+        if not shard.sequence_parallel:
+            return hidden
+        return hidden.tensor_split(self.machine.ranks)[self.machine.rank]
 
     def shard(self, row: Row, vocab: int) -> VocabShard | None:
         if row.ranks == 1:
             return None
+        if row.kind == "peer":
+            return VocabShard.even(vocab, dist.group.WORLD)
         # the loss has the same bits for every group size where shards are whole tiles; peers want equal shards
-        return VocabShard.even(vocab, dist.group.WORLD, multiple_of=1 if row.kind == "peer" else 256)
+        shard = VocabShard.even(vocab, dist.group.WORLD, multiple_of=256)
+        return dataclasses.replace(shard, sequence_parallel=self.sequence_parallel)
 
     def errors(self, row: Row) -> dict[str, float]:
         loss, (e, c, t) = self.local(row, self.small)
@@ -158,7 +177,7 @@ class Problem:
         true_loss, true_e, true_c = self.truth
         shard = self.shard(row, len(true_c))
         if shard is not None:
-            true_c = true_c[shard.start : shard.stop]
+            true_e, true_c = self.tokens(shard, true_e), true_c[shard.start : shard.stop]
 
         def error(got: torch.Tensor | None, true: torch.Tensor) -> float:
             assert got is not None
@@ -242,10 +261,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", choices=MODELS, default=[], help="hidden width and classes of a published head", **several)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16" if cuda else "float32")
     add("--ignored", type=float, default=0.0, help="share of the targets that are ignored")
+    add("--sequence-parallel", action="store_true", help="our rows get a rank's slice of the hidden states")
     add("--budgets", type=budget, default=[], metavar="MIB", help="memory budgets in MiB, or min", **several)
     add("--peers", type=chosen, default=known, metavar="NAME,NAME", help=f"all, none, or of {', '.join(known)}")
     add("--repeat", type=int, default=15 if cuda else 5)
     add("--json", type=Path, help="file for all figures")
+    add("--trace", type=Path, metavar="FOLDER", help="for Chrome traces of a step of each row of several GPUs")
     add("--picture", type=Path, help="file for a picture of time against memory")
     args = parser.parse_args(arguments)
     if args.picture and importlib.util.find_spec("matplotlib") is None:

@@ -33,6 +33,8 @@ class Row:
     seconds: list[float] = field(default_factory=list)
     forward_seconds: list[float] = field(default_factory=list)
     peak: int = 0
+    # the share of the time in which a rank communicates and computes nothing, where that was measured
+    exposed: float | None = None
     errors: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
 
@@ -62,20 +64,23 @@ Results = dict[tuple[int, int, int], list[Row]]
 def table(shape: tuple[int, int, int], rows: list[Row], args: argparse.Namespace, machine: Machine) -> str:
     tokens, width, vocab = shape
     done = [row for row in rows if row.failure is None]
+    exposed = any(row.exposed is not None for row in done)
     lines = [
         "",
         f"{machine.name()} x {machine.ranks}, torch {torch.__version__}, {tokens} x {width} x {vocab} {args.dtype}, "
         f"{args.ignored:.0%} ignored; median of {args.repeat}",
     ]
+    if args.sequence_parallel and machine.ranks > 1:
+        lines.append("sequence parallel: a rank has a slice of the hidden states in our rows, all of them in peers'")
     if done:
         floor = statistics.median(seconds * 3 / row.products for row in done for seconds in row.floor_seconds)
         speed = 6 * tokens * width * vocab / floor / 1e12
         lines.append(f"floor: 6NVD in {floor * 1e3:.2f} ms, {speed:.3g} TFLOP/s; x8 marks a floor of 8NVD")
     lines += [
         f"{'':18} {'forward and backward':^19} {'forward alone':^17} {'peak':>9} {'to whole logits':^15}"
-        f" {'error against fp64':^26}",
+        f" {'error against fp64':^26}{' exposed' if exposed else ''}",
         f"{'':18} {'ms':>9} {'floor':>7}   {'ms':>9} {'floor':>7} {'MiB':>9} {'time':>7} {'peak':>7}"
-        f" {'loss':>8} {'dE':>8} {'dC':>8}",
+        f" {'loss':>8} {'dE':>8} {'dC':>8}{'       %' if exposed else ''}",
     ]
     whole = next((row for row in done if row.name in ("pytorch", "megatron")), None)
     for row in rows:
@@ -90,6 +95,7 @@ def table(shape: tuple[int, int, int], rows: list[Row], args: argparse.Namespace
             f" {forward * 1e3:9.2f} {row.forward_ratio():7.3f}"
             f" {row.peak / 2**20:9.1f} {times:7.3f} {peak:7.3f} "
             + " ".join(f"{error:8.1e}" for error in row.errors.values())
+            + ("" if row.exposed is None else f" {100 * row.exposed:7.2f}")
         )
     return "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -79,6 +80,48 @@ def test_shapes_come_from_all_flags(benchmark) -> None:
         benchmark.parse(["--peers", "pytorch,nonesuch"])
 
 
+def test_schemes_that_share_the_vocabulary(benchmark) -> None:
+    assert benchmark.parse(["--peers", "megatron,verl,apple,deepspeed"]).peers == list(
+        filter(benchmark.peers.SHARDED.get, ("megatron", "verl", "apple", "deepspeed"))
+    )
+
+
+def test_exposed_is_what_runs_beside_nothing(benchmark) -> None:
+    machine = importlib.import_module("machine")
+
+    def share(*kernels: tuple[str, float, float]) -> float:
+        # in whatever order they come
+        (found,) = {machine.exposed_share(order) for order in itertools.permutations(kernels)}
+        return found
+
+    reduction = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    assert share(("mm", 0, 4), ("mm", 6, 8)) == 0
+    # alone from 4 to 6 and from 9 to 10; nothing runs from 10 to 15
+    assert share(("mm", 0, 4), (reduction, 3, 7), ("mm", 6, 9), (reduction, 8, 10), ("row", 15, 20)) == 3 / 20
+    # two that communicate at once are counted once, and one product hides what it covers
+    assert share((reduction, 1, 4), (reduction, 2, 5), ("mm", 0, 1), ("row", 3, 3.5)) == 3.5 / 5
+    assert share(("mm", 10, 20), ("row", 12, 14), (reduction, 11, 19)) == 0
+    # what ends first does not end what began before it
+    assert share((reduction, 0, 10), ("mm", 1, 3), ("mm", 2, 9), ("row", 4, 5)) == 2 / 10
+
+
+def test_exposed_has_a_column(benchmark) -> None:
+    args, machine = benchmark.parse(["--sequence-parallel"]), benchmark.Machine()
+    machine.ranks = 2
+    times = {name: [1.0] for name in ("floor_seconds", "seconds", "forward_floor_seconds", "forward_seconds")}
+    errors = {"loss": 1e-7, "d_hidden": 1e-3, "d_weight": 1e-3}
+    measured = {**times, "peak": 1 << 34, "errors": errors}
+    rows = [
+        benchmark.Row("cce_dist, 1 rank", None, "method", **measured),
+        benchmark.Row("recompute", None, "method", 2, 4, **measured, exposed=0.01234),
+        benchmark.Row("megatron", None, "peer", 2, **measured, exposed=1.0),
+    ]
+    lines = benchmark.table((8192, 4096, 128256), rows, args, machine).splitlines()
+    assert "sequence parallel: " in lines[2]
+    assert all(len(line) <= 118 for line in lines[2:])
+    assert [line.split()[-1] for line in lines[-5:]] == ["exposed", "%", "1.0e-03", "1.23", "100.00"]
+
+
 def test_memory_on_a_cpu_is_that_of_the_tensors(benchmark) -> None:
     hidden, weight = torch.randn(64, 8), torch.randn(1000, 8)
 
@@ -99,10 +142,11 @@ def test_memory_on_a_cpu_is_that_of_the_tensors(benchmark) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_share_the_vocabulary(tmp_path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--sequence-parallel"]], ids=["whole", "slices"])
+def test_two_ranks_share_the_vocabulary(tmp_path, flags) -> None:
     path = tmp_path / "figures.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--shape", "33x16x601", "--repeat", "2", "--peers", "megatron,pytorch", "--json", str(path)]
+    options = ["--shape", "33x16x601", "--repeat", "2", "--peers", "megatron,pytorch", "--json", str(path), *flags]
     outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = outer | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(LAUNCH.parent)}
     subprocess.run([*launcher, str(LAUNCH / "benchmark.py"), *options], check=True, env=environment, timeout=120)
