@@ -109,6 +109,9 @@ def step(shape: tuple[int, int, int], ranks: int, method: str, slices: bool = Fa
         # tokens of a reduction, and what runs meanwhile: the chunk's last product and the next one's first two
         reductions = [(rows, product(3 * rows, columns)) for rows in chunks[:-1]]
         reductions.append((chunks[-1], product(chunks[-1], columns)))
+        if slices:
+            # once, when all chunks are there
+            reductions = [(n, product(chunks[-1], columns))]
     else:
         # the last product of the last panel, over its last block of tokens
         last = (n - 1) % planned.rows + 1, (columns - 1) % planned.panel + 1
@@ -119,7 +122,7 @@ def step(shape: tuple[int, int, int], ranks: int, method: str, slices: bool = Fa
         tiles=planned.products * product(n, columns - v / ranks),
         rows=ROW_BYTES * n * d / MEMORY,
         small=small,
-        gathers=2 * scatter_or_gather(2 * n * d, ranks) if slices else 0,
+        gathers=(1 if method == "fused" else 2) * scatter_or_gather(2 * n * d, ranks) if slices else 0,
         d_hidden=sum(max(0, reduce(4 * rows * d, ranks) - hidden) for rows, hidden in reductions),
     )
 
