@@ -57,6 +57,9 @@ class _Operands:
     order: torch.Tensor
     count: torch.Tensor
     options: LossOptions
+    # whether what was gathered stays
+    keep: bool = False
+    whole: torch.Tensor | None = None
 
     @classmethod
     def start(
@@ -68,15 +71,17 @@ class _Operands:
         *,
         targets: torch.Tensor | None = None,
         places: tuple[torch.Tensor, ...] = (),
+        whole: torch.Tensor | None = None,
+        keep: bool = False,
     ) -> _Operands:
         """From ``targets``, or from the ``places`` that they came to. The ranks' slices of the hidden states are on
-        their way until ``e`` is asked for."""
-        shard, whole = options.shard, lambda: hidden
-        if options.slices is not None:
-            whole = gather_slices(hidden, options.slices, shard.group)  # collective
+        their way until ``e`` is asked for, unless they came before and were kept as ``whole``."""
+        shard, gathered = options.shard, lambda: hidden if whole is None else whole
+        if options.slices is not None and whole is None:
+            gathered = gather_slices(hidden, options.slices, shard.group)  # collective
         ids, order, count = places if targets is None else pack_order(targets, options.ignore_index)
         bias = None if bias is None else bias[: shard.classes]
-        return cls(whole, weight[: shard.classes], bias, ids, order, count, options)
+        return cls(gathered, weight[: shard.classes], bias, ids, order, count, options, keep)
 
     @functools.cached_property
     def e(self) -> torch.Tensor:
@@ -85,9 +90,9 @@ class _Operands:
             # shorter slices have gaps behind them
             starts = (torch.arange(size, device=index.device) + r * max(slices) for r, size in enumerate(slices))
             index = torch.where(index >= 0, torch.cat([*starts])[index], -1)
-        # what was gathered is not needed again
         assert self.hidden is not None
         whole, self.hidden = self.hidden(), None
+        self.whole = whole if self.keep else None
         return take_rows(whole, index)
 
     @property
@@ -152,7 +157,9 @@ class TokenLosses(torch.autograd.Function):
         targets: torch.Tensor,
         options: LossOptions,
     ) -> torch.Tensor:
-        these = _Operands.start(hidden, weight, bias, options, targets=targets)  # collective
+        # ranks whose classifier is frozen too take no part in backward: nothing is gathered there
+        keep = options.slices is not None and not ctx.needs_input_grad[0]
+        these = _Operands.start(hidden, weight, bias, options, targets=targets, keep=keep)  # collective
         panel = reference = None
         if options.plan.method == "cached":
             # the plan is that of an even share of the vocabulary: a larger one keeps whole tiles of it
@@ -166,8 +173,9 @@ class TokenLosses(torch.autograd.Function):
             parts.append(merge_statistics(statistics, bits, options.shard.group))  # collectives
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
         ctx.save_for_backward(
-            hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, panel, reference
-        )
+            hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, panel, reference,
+            these.whole,
+        )  # fmt: skip
         ctx.options = options
         return these.in_order(loss)
 
@@ -203,7 +211,9 @@ class TotalLoss(torch.autograd.Function):
         targets: torch.Tensor,
         options: LossOptions,
     ) -> torch.Tensor:
-        these = _Operands.start(hidden, weight, bias, options, targets=targets)  # collective
+        # ranks whose classifier is frozen too take no part in backward: nothing is gathered there
+        keep = options.slices is not None and not ctx.needs_input_grad[0]
+        these = _Operands.start(hidden, weight, bias, options, targets=targets, keep=keep)  # collective
         pending = _Pending(these, weight, ctx.needs_input_grad[:3])
         reference = _references(these)
         logit = torch.zeros(these.num_rows, dtype=these.wide, device=hidden.device)
@@ -219,7 +229,7 @@ class TotalLoss(torch.autograd.Function):
             pending.normalise(rows, panel, reference, *parts[-1])
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
         ctx.save_for_backward(
-            hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, None, None
+            hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, None, None, these.whole
         )
         ctx.options, ctx.pending = options, pending
         return these.in_order(loss).sum(dtype=torch.float64)
@@ -443,8 +453,8 @@ def _gradients(
     ctx: Any, grad_losses: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The second pass: the gradients of hidden, weight and bias from what forward saved."""
-    hidden, weight, bias, ids, order, count, row_max, log_sum, loss, kept, reference = ctx.saved_tensors
-    these = _Operands.start(hidden, weight, bias, ctx.options, places=(ids, order, count))  # collective
+    hidden, weight, bias, ids, order, count, row_max, log_sum, loss, kept, reference, whole = ctx.saved_tensors
+    these = _Operands.start(hidden, weight, bias, ctx.options, places=(ids, order, count), whole=whole)  # collective
     dtype, wide = weight.dtype, these.wide
     grad = torch.where(these.live(slice(0, len(order))), grad_losses.to(wide)[order], 0)
     grad, scale = _normalise(torch.nn.functional.pad(grad, (0, these.num_rows - len(grad))), dtype)

@@ -179,9 +179,10 @@ def _plan_of(
 
 
 def _main_grad(weight: torch.Tensor) -> MainGrad | None:
-    """The gradient in full precision that ``weight`` carries, if it does and wants one."""
+    """The gradient in full precision that ``weight`` carries, if it does. A frozen one may: the ranks plan as if it
+    grew."""
     tensor = getattr(weight, "main_grad", None)
-    if not isinstance(tensor, torch.Tensor) or not weight.requires_grad or dtensor.any_dtensor(weight, tensor):
+    if not isinstance(tensor, torch.Tensor) or dtensor.any_dtensor(weight, tensor):
         return None
     if tensor.dtype != torch.promote_types(weight.dtype, torch.float32):
         # who reads it adds the usual gradient

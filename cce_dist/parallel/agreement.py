@@ -29,7 +29,7 @@ def agree(
     found wrong. Returns what each rank has as ``own``, in which they may differ.
 
     Groups on CPUs compare at every call. Groups on GPUs, where comparing waits for the device, do so once for each
-    shard, ``same`` and ``own``.
+    shard and ``same``: there ``own`` must not change.
     """
     if shard is None or shard.group is None or shard.group.size() == 1:
         if error is not None:
@@ -37,10 +37,18 @@ def agree(
         return [own]
     # what was compared is remembered with the shard, not with its group: shards of two layouts can be equal on one
     # rank and differ on another, and all ranks must come to the same decision
-    signature = (*same.items(), own)
+    signature = tuple(same.items())
     if error is None and _comparing_waits(device) and signature in shard.agreed:
-        return shard.agreed[signature]
-    told: list[Any] = [None] * shard.group.size()
+        told = shard.agreed[signature]
+        before = told[rank_and_size(shard.group)[0]]
+        if before != own:
+            # the others may have what they had, and would not compare
+            raise ValueError(
+                f"hidden: this rank's slice has the shape {own}, and had {before} in an earlier call with targets of "
+                "this shape. Ranks on GPUs tell each other once for a shard: make another VocabShard for other slices"
+            )
+        return told
+    told = [None] * shard.group.size()
     same = {**same, "vocab_size": shard.vocab_size}
     if targets is not None and error is None:
         # data-parallel ranks that are taken for tensor-parallel ones have other tokens
