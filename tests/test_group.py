@@ -1,20 +1,26 @@
-"""Groups of ranks: one loss for every size, ranks that differ from one another, several groups at once. Also under
-torchrun."""
+"""Groups of ranks: one loss for every size, ranks that differ from one another, several groups at once, ranks that
+fail. Also under torchrun, but for the last."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from inputs import Inputs, make_inputs
 from plans import forced_plan
-from pool import JobRanks, SpawnedRanks, subgroup
+from pool import JobRanks, SpawnedRanks, process_context, subgroup
 from test_sharded import assert_same_bits, assert_sharded_gradients, rows_of
 from tolerance import assert_loss
 
@@ -425,3 +431,90 @@ def check_backward_twice(group, device):
 @pytest.mark.parametrize("size", [2, 3])
 def test_backward_twice_in_every_method(ranks, size) -> None:
     ranks.run(check_backward_twice, ranks=size)
+
+
+# of a collective of the ranks below, in seconds
+TIMEOUT = 5
+LOST = r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe|[Tt]imed? ?out"
+
+
+def fail(how: str) -> None:
+    if how == "raises":
+        raise ValueError("on purpose")
+    if how == "exits":
+        sys.exit(3)
+    os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
+
+
+def rank_of_a_failing_step(rank: int, folder: str, plan: tuple[str, dict[str, int]], how: str, when: str) -> None:
+    """A step that is whole, and one in which rank 1 fails: before it, or instead of its first or last collective."""
+    errors = os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(errors, sys.stderr.fileno())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=3)
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    inputs = make_inputs(37, 24, 701, bias=True, ignored=0.2)
+    shard = VocabShard.even(701, group)
+    all_reduce, calls, last = dist.all_reduce, [], None
+
+    def counted(*args, **kwargs):
+        if last is not None and rank == 1 and len(calls) == (0 if when == "first" else last):
+            fail(how)
+        calls.append(1)
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+    step(inputs, shard, *plan)
+    last = len(calls) - 1
+    assert last > 1
+    calls.clear()
+    if when == "before" and rank == 1:
+        fail(how)
+    began = time.monotonic()
+    try:
+        step(inputs, shard, *plan)
+    finally:
+        print(f"{time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+@pytest.mark.skipif("RANK" in os.environ, reason="starts ranks of its own")
+@pytest.mark.parametrize(
+    ("plan", "how", "when"),
+    [
+        ("recompute", "is killed", "last"),
+        ("recompute", "raises", "first"),
+        ("recompute", "stops", "first"),
+        ("cached", "exits", "last"),
+        ("cached", "is killed", "before"),
+        ("fused by chunks", "is killed", "first"),
+        ("fused by chunks", "raises", "last"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(tmp_path, plan, how, when) -> None:
+    context = process_context()
+    processes = [
+        context.Process(target=rank_of_a_failing_step, args=(rank, str(tmp_path), PLANS[plan], how, when))
+        for rank in range(3)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        others = processes[::2]
+        for process in others:
+            process.join(60)
+        if how == "stops":
+            assert processes[1].exitcode is None
+            processes[1].kill()
+        processes[1].join(60)
+        texts = [Path(tmp_path, str(rank)).read_text() for rank in range(3)]
+        story = "\n".join(texts)
+        codes = {"raises": 1, "exits": 3}
+        assert [process.exitcode for process in processes] == [1, codes.get(how, -signal.SIGKILL), 1], story
+        assert ("ValueError: on purpose" in texts[1]) == (how == "raises"), story
+        for text in texts[::2]:
+            assert re.search(f"RuntimeError: .*({LOST})", text), story
+            assert float(re.search(r"^(.*) s$", text, re.MULTILINE)[1]) < 2 * TIMEOUT, story
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
