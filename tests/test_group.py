@@ -45,8 +45,14 @@ def loss_of(inputs: Inputs, leaves, shard, method=None, fields=None, **options) 
 
 
 def leaves_of(inputs: Inputs, shard: VocabShard) -> list[torch.Tensor]:
-    """New leaves: hidden, and this rank's rows of weight and bias."""
-    return [inputs.hidden.detach().clone().requires_grad_(), *rows_of(inputs, shard)]
+    """New leaves: hidden, or this rank's slice of it, and this rank's rows of weight and bias."""
+    hidden = inputs.hidden.detach()
+    if shard.sequence_parallel:
+        rank, size = dist.get_rank(shard.group), shard.group.size()
+        # longer from rank to rank
+        start, stop = (len(hidden) * r**2 // size**2 for r in (rank, rank + 1))
+        hidden = hidden[start:stop]
+    return [hidden.clone().requires_grad_(), *rows_of(inputs, shard)]
 
 
 def step(inputs: Inputs, shard, method=None, fields=None, upstream=None, **options) -> list[torch.Tensor]:
@@ -75,9 +81,9 @@ def many_ranks(ranks) -> Iterator[JobRanks | SpawnedRanks]:
 
 
 def check_one_loss(group, device, dtype, vocabularies):
-    for v in vocabularies:
+    for v, slices in itertools.product(vocabularies, [False, True]):
         inputs = make_inputs(37, 24, v, dtype, device=device, bias=True, ignored=0.2, seed=v)
-        shard = VocabShard.even(v, group, multiple_of=256)
+        shard = VocabShard.even(v, group, multiple_of=256, sequence_parallel=slices)
         whole = [inputs.hidden, inputs.weight, inputs.bias]
         one = {r: loss_of(inputs, whole, None, "recompute", reduction=r).detach() for r in ("mean", "none")}
         for name, plan in PLANS.items():
@@ -85,7 +91,8 @@ def check_one_loss(group, device, dtype, vocabularies):
             assert torch.equal(first[0], one["mean"]), f"{name}: the loss of {group.size()} ranks has other bits"
             assert_equal(step(inputs, shard, *plan), first, f"{name}, a second run")
             assert_same_bits(first[0], group)
-            assert_same_bits(first[1], group)
+            if not slices:
+                assert_same_bits(first[1], group)
             if plan[0] != "fused":
                 tokens = loss_of(inputs, leaves_of(inputs, shard), shard, *plan, reduction="none")
                 assert torch.equal(tokens, one["none"]), f"{name}: a token's loss has other bits"
@@ -123,11 +130,16 @@ def check_hidden_gradient_is_reduced_in_fp32(group, device):
     truth = sum(shares)
     # what is left where each share is rounded before the reduction
     rounded = sum(share.bfloat16().double() for share in shares).bfloat16().double() - truth
-    shard = VocabShard.even(512 * size, group)
-    for name, plan in PLANS.items():
-        leaves = [inputs.hidden.detach().requires_grad_(), rows_of(inputs, shard)[0], None]
-        loss_of(inputs, leaves, shard, *plan).backward()
-        error = leaves[0].grad.double() - truth
+    for slices, (name, plan) in itertools.product([False, True], PLANS.items()):
+        shard = VocabShard.even(512 * size, group, sequence_parallel=slices)
+        hidden, weight, _ = leaves_of(inputs, shard)
+        loss_of(inputs, (hidden, weight, None), shard, *plan).backward()
+        gradient = hidden.grad
+        if slices:
+            parts = [None] * size
+            dist.all_gather_object(parts, gradient.cpu(), group=group)
+            gradient = torch.cat(parts).to(device)
+        error = gradient.double() - truth
         assert error.norm() < rounded.norm() / 4, f"{name}: {error.norm():.2e}, rounded shares {rounded.norm():.2e}"
 
 
@@ -165,13 +177,14 @@ def test_hidden_that_asks_for_a_gradient_on_some_ranks_alone(ranks, odd, size) -
     ranks.run(check_hidden_grad_differs, odd, ranks=size)
 
 
-def check_frozen_on_one_rank(group, device, hidden_grad):
+def check_frozen_on_one_rank(group, device, hidden_grad, slices):
     rank = dist.get_rank(group)
     inputs = make_inputs(37, 24, 601, device=device, bias=True, ignored=0.2)
-    shard = VocabShard.even(601, group)
+    shard = VocabShard.even(601, group, sequence_parallel=slices)
     for plan in PLANS.values():
         whole = step(inputs, shard, *plan)
-        assert_sharded_gradients(*leaves_with(whole, inputs, shard), shard, inputs)
+        if not slices:
+            assert_sharded_gradients(*leaves_with(whole, inputs, shard), shard, inputs)
         # of the leaves that a rank has frozen
         for frozen, odd in itertools.product([(1,), (2,), (1, 2)], [0, group.size() - 1]):
             leaves = leaves_of(inputs, shard)
@@ -195,10 +208,10 @@ def leaves_with(results, inputs, shard) -> list[torch.Tensor]:
     return leaves
 
 
-@pytest.mark.parametrize("hidden_grad", [True, False])
+@pytest.mark.parametrize(("hidden_grad", "slices"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("size", [2, 3])
-def test_weight_frozen_on_one_rank(ranks, size, hidden_grad) -> None:
-    ranks.run(check_frozen_on_one_rank, hidden_grad, ranks=size)
+def test_weight_frozen_on_one_rank(ranks, size, hidden_grad, slices) -> None:
+    ranks.run(check_frozen_on_one_rank, hidden_grad, slices, ranks=size)
 
 
 def check_no_tokens(group, device):
@@ -382,10 +395,10 @@ def test_two_heads_in_one_backward(ranks, size) -> None:
     ranks.run(check_two_heads, ranks=size)
 
 
-def check_several_forwards(group, device):
+def check_several_forwards(group, device, slices):
     """Losses that nobody differentiates, and several before their backwards, as a pipeline has them."""
     batches = [make_inputs(n, 24, 701, device=device, bias=True, ignored=0.2, seed=n) for n in (37, 20)]
-    shard = VocabShard.even(701, group)
+    shard = VocabShard.even(701, group, sequence_parallel=slices)
     for name, plan in PLANS.items():
         alone = [step(inputs, shard, *plan) for inputs in batches]
         for order in ([0, 1], [1, 0]):
@@ -401,9 +414,9 @@ def check_several_forwards(group, device):
             assert torch.equal(dropped, losses[0])
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_losses_without_backward_and_backwards_in_any_order(ranks, size) -> None:
-    ranks.run(check_several_forwards, ranks=size)
+@pytest.mark.parametrize(("size", "slices"), [(2, False), (3, False), (2, True)])
+def test_losses_without_backward_and_backwards_in_any_order(ranks, size, slices) -> None:
+    ranks.run(check_several_forwards, slices, ranks=size)
 
 
 def check_backward_twice(group, device):
@@ -446,7 +459,9 @@ def fail(how: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
 
 
-def rank_of_a_failing_step(rank: int, folder: str, plan: tuple[str, dict[str, int]], how: str, when: str) -> None:
+def rank_of_a_failing_step(
+    rank: int, folder: str, plan: tuple[str, dict[str, int]], slices: bool, how: str, when: str
+) -> None:
     """A step that is whole, and one in which rank 1 fails: before it, or instead of its first or last collective."""
     errors = os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(errors, sys.stderr.fileno())
@@ -454,16 +469,20 @@ def rank_of_a_failing_step(rank: int, folder: str, plan: tuple[str, dict[str, in
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=3)
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     inputs = make_inputs(37, 24, 701, bias=True, ignored=0.2)
-    shard = VocabShard.even(701, group)
-    all_reduce, calls, last = dist.all_reduce, [], None
+    shard = VocabShard.even(701, group, sequence_parallel=slices)
+    calls, last = [], None
 
-    def counted(*args, **kwargs):
-        if last is not None and rank == 1 and len(calls) == (0 if when == "first" else last):
-            fail(how)
-        calls.append(1)
-        return all_reduce(*args, **kwargs)
+    def counting(collective):
+        def counted(*args, **kwargs):
+            if last is not None and rank == 1 and len(calls) == (0 if when == "first" else last):
+                fail(how)
+            calls.append(collective)
+            return collective(*args, **kwargs)
 
-    dist.all_reduce = counted
+        return counted
+
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(dist, name, counting(getattr(dist, name)))
     step(inputs, shard, *plan)
     last = len(calls) - 1
     assert last > 1
@@ -479,21 +498,23 @@ def rank_of_a_failing_step(rank: int, folder: str, plan: tuple[str, dict[str, in
 
 @pytest.mark.skipif("RANK" in os.environ, reason="starts ranks of its own")
 @pytest.mark.parametrize(
-    ("plan", "how", "when"),
+    ("plan", "slices", "how", "when"),
     [
-        ("recompute", "is killed", "last"),
-        ("recompute", "raises", "first"),
-        ("recompute", "stops", "first"),
-        ("cached", "exits", "last"),
-        ("cached", "is killed", "before"),
-        ("fused by chunks", "is killed", "first"),
-        ("fused by chunks", "raises", "last"),
+        ("recompute", False, "is killed", "last"),
+        ("recompute", False, "raises", "first"),
+        ("recompute", False, "stops", "first"),
+        ("cached", False, "exits", "last"),
+        ("cached", False, "is killed", "before"),
+        ("fused by chunks", False, "is killed", "first"),
+        ("fused by chunks", False, "raises", "last"),
+        ("cached", True, "is killed", "last"),
+        ("fused by chunks", True, "raises", "first"),
     ],
 )
-def test_a_rank_that_fails_ends_the_others(tmp_path, plan, how, when) -> None:
+def test_a_rank_that_fails_ends_the_others(tmp_path, plan, slices, how, when) -> None:
     context = process_context()
     processes = [
-        context.Process(target=rank_of_a_failing_step, args=(rank, str(tmp_path), PLANS[plan], how, when))
+        context.Process(target=rank_of_a_failing_step, args=(rank, str(tmp_path), PLANS[plan], slices, how, when))
         for rank in range(3)
     ]
     try:
