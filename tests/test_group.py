@@ -25,6 +25,7 @@ from test_sharded import assert_same_bits, assert_sharded_gradients, rows_of
 from tolerance import assert_loss
 
 from cce_dist import VocabShard, functional, linear_cross_entropy
+from cce_dist.parallel import agreement
 
 METHODS = ["recompute", "cached", "fused"]
 # a method as the planner would have it, and in small pieces
@@ -208,10 +209,51 @@ def leaves_with(results, inputs, shard) -> list[torch.Tensor]:
     return leaves
 
 
-@pytest.mark.parametrize(("hidden_grad", "slices"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("hidden_grad", "slices"), [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("size", [2, 3])
 def test_weight_frozen_on_one_rank(ranks, size, hidden_grad, slices) -> None:
-    ranks.run(check_frozen_on_one_rank, hidden_grad, slices, ranks=size)
+    ranks.run(check_frozen_on_one_rank, hidden_grad, slices, ranks=size, timeout=40)
+
+
+def check_main_grad_frozen_on_one_rank(group, device):
+    inputs = make_inputs(37, 24, 601, device=device, bias=True, ignored=0.2)
+    shard = VocabShard.even(601, group)
+    for method in METHODS:
+        whole = step(inputs, shard, method)
+        leaves = leaves_of(inputs, shard)
+        weight = leaves[1]
+        weight.main_grad = torch.zeros_like(weight)
+        if dist.get_rank(group) == 0:
+            weight.requires_grad_(False)
+        loss = loss_of(inputs, leaves, shard, method)
+        loss.backward()
+        assert torch.equal(loss, whole[0])
+        assert weight.grad is None
+        assert torch.equal(leaves[0].grad, whole[1])
+        expected = whole[2] if weight.requires_grad else torch.zeros_like(weight)
+        torch.testing.assert_close(weight.main_grad, expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_main_grad_of_a_weight_frozen_on_one_rank(ranks, size) -> None:
+    ranks.run(check_main_grad_frozen_on_one_rank, ranks=size)
+
+
+def check_slices_of_other_lengths(group, device):
+    # as on a GPU, where a group remembers: the first rank's slice is as long as before, the others' are not
+    inputs = make_inputs(30, 24, 300, device=device, bias=True)
+    shard = VocabShard.even(300, group, sequence_parallel=True)
+    _, weight, bias = leaves_of(inputs, shard)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_comparing_waits", lambda device: True)
+        for lengths in ([10, 10, 10], [10, 9, 11]):
+            hidden = inputs.hidden.detach().split(lengths)[dist.get_rank(group)]
+            loss = linear_cross_entropy(hidden, weight, inputs.targets, bias=bias, shard=shard)
+            assert_loss(loss.detach(), inputs)
+
+
+def test_slices_that_change_their_lengths(ranks) -> None:
+    ranks.run(check_slices_of_other_lengths, ranks=3, timeout=40)
 
 
 def check_no_tokens(group, device):
