@@ -12,8 +12,10 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,8 +41,11 @@ class RankError(AssertionError):
 def _make_groups() -> None:
     """The groups that checks run on: made by all ranks in the same order, before anything can go wrong."""
     size = dist.get_world_size()
-    memberships = [tuple(range(count)) for count in range(1, min(size, 4) + 1)]
-    for members in [*memberships, *([(0, 2), (1, 3), (2, 3)] if size >= 4 else [])]:
+    sizes = {*range(1, min(size, 4) + 1), size}
+    for members in [
+        *(tuple(range(count)) for count in sorted(sizes)),
+        *([(0, 2), (1, 3), (2, 3)] if size >= 4 else []),
+    ]:
         _groups[members] = dist.new_group(list(members), timeout=COLLECTIVE_TIMEOUT)
 
 
@@ -127,6 +132,32 @@ class SpawnedRanks:
             world.stop()
 
 
+def process_context() -> Any:
+    """How to start processes without the interpreter: with what they import already there, since importing takes
+    each of them seconds."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cce_dist", "pool", "tolerance"])
+    with _interpreter(False):
+        forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _interpreter(interpret: bool) -> Iterator[None]:
+    """Whether processes that start here run kernels under the interpreter: read when the kernels are imported."""
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1" if interpret else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
 class _World:
     def __init__(self, size: int, interpret: bool) -> None:
         self.size, self.interpret = size, interpret
@@ -134,12 +165,9 @@ class _World:
         self.connections: list[Connection] = []
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn") if self.interpret else process_context()
         rendezvous = Path(tempfile.mkdtemp()) / "rendezvous"
-        before = os.environ.get("TRITON_INTERPRET")
-        # read when the kernels are imported: it must be there when the process starts
-        os.environ["TRITON_INTERPRET"] = "1" if self.interpret else "0"
-        try:
+        with _interpreter(self.interpret):
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(rank, self.size, str(rendezvous), theirs), daemon=True)
@@ -147,11 +175,6 @@ class _World:
                 theirs.close()
                 self.processes.append(process)
                 self.connections.append(ours)
-        finally:
-            if before is None:
-                del os.environ["TRITON_INTERPRET"]
-            else:
-                os.environ["TRITON_INTERPRET"] = before
 
     def stop(self) -> None:
         for process in self.processes:
