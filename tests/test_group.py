@@ -240,16 +240,23 @@ def test_main_grad_of_a_weight_frozen_on_one_rank(ranks, size) -> None:
 
 
 def check_slices_of_other_lengths(group, device):
-    # as on a GPU, where a group remembers: the first rank's slice is as long as before, the others' are not
+    # as on a GPU, where a group remembers: the first rank's slice is as long as before, and it would not ask again
     inputs = make_inputs(30, 24, 300, device=device, bias=True)
     shard = VocabShard.even(300, group, sequence_parallel=True)
     _, weight, bias = leaves_of(inputs, shard)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_comparing_waits", lambda device: True)
-        for lengths in ([10, 10, 10], [10, 9, 11]):
-            hidden = inputs.hidden.detach().split(lengths)[dist.get_rank(group)]
-            loss = linear_cross_entropy(hidden, weight, inputs.targets, bias=bias, shard=shard)
-            assert_loss(loss.detach(), inputs)
+        hidden = inputs.hidden.detach().split([10, 10, 10])[dist.get_rank(group)]
+        loss = linear_cross_entropy(hidden, weight, inputs.targets, bias=bias, shard=shard)
+        assert_loss(loss.detach(), inputs)
+        hidden = inputs.hidden.detach().split([10, 9, 11])[dist.get_rank(group)]
+        if dist.get_rank(group):
+            with pytest.raises(ValueError, match=r"slice has the shape \(\d+,\), and had \(10,\) in an earlier call"):
+                linear_cross_entropy(hidden, weight, inputs.targets, bias=bias, shard=shard)
+        # a new shard compares anew
+        other = VocabShard.even(300, group, sequence_parallel=True)
+        loss = linear_cross_entropy(hidden, weight, inputs.targets, bias=bias, shard=other)
+        assert_loss(loss.detach(), inputs)
 
 
 def test_slices_that_change_their_lengths(ranks) -> None:
