@@ -77,7 +77,7 @@ class _Group:
 def test_the_plan_of_a_group(wanted) -> None:
     shard = VocabShard(0, 751, 1501, _Group())
     hidden, weight = torch.randn(75, 24, requires_grad=wanted), torch.randn(751, 24, requires_grad=wanted)
-    made = functional._plan_of(hidden, weight, None, shard, "mean", None, None)
+    made = functional._plan_of(75, hidden, weight, None, shard, "mean", None, None, False)
     asked = {"hidden_requires_grad": wanted, "weight_requires_grad": wanted}
     assert made == plan(75, 24, 1501, dtype=torch.float32, tp=2, device="cpu", **asked)
     # another rank's weight may ask for its gradient
