@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,8 @@ class _Operands:
         return len(self.ids)
 
     def chunks(self, step: int) -> Iterator[slice]:
-        return (slice(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step))
+        starts = range(0, self.num_rows, max(1, step))
+        return (slice(start, min(start + step, self.num_rows)) for start in starts)
 
     def statistics_chunk(self) -> int:
         # from the whole vocabulary's size, so that every rank walks the same chunks
@@ -338,8 +340,7 @@ class _Pending:
         assert self.d_weight is not None
         weight_gradient(
             panel, these.e[rows], these.count, scale, self.d_weight[: len(these.c)], row0=rows.start, sums=sums,
-            low=self.low, add=rows.start > 0, last=last, grow=these.options.main_grad is not None,
-            beside_collective=these.shard.group is not None,
+            low=self.low, add=rows.start > 0, last=last, beside_collective=these.shard.group is not None,
         )  # fmt: skip
 
     def finish(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -355,11 +356,7 @@ class _Pending:
         self.last = self.buffer = self.low = None
         these.drop()
         d_hidden = None if self.d_hidden is None else self.d_hidden.finish(scale)
-        return (
-            d_hidden,
-            _returned(these, self.d_weight),
-            None if self.d_bias is None else (self.d_bias * scale).to(self.dtype),
-        )
+        return d_hidden, self.d_weight, None if self.d_bias is None else (self.d_bias * scale).to(self.dtype)
 
 
 def _gradient_memory(
@@ -504,7 +501,7 @@ def _walk_panels(
             return None
         return class_sums(
             e, state.targets, state.residual, count, columns.stop - columns.start, col0=col0 + columns.start,
-            out=out, scale=None if out is None else scale,
+            out=out, scale=None if out is None else scale, add=grow,
         )  # fmt: skip
 
     def add_weight(panel: torch.Tensor, rows: slice, columns: slice, sums: ClassSums | None, **carry: Any) -> None:
@@ -515,9 +512,14 @@ def _walk_panels(
             )  # fmt: skip
 
     everything, later = slice(0, len(e)), None
-    # where the gradient starts here, the sums do so in its own memory, a part at a time
-    apart = kept is not None or grow
-    whole = sum_classes(slice(0, num_v), None) if apart else None
+    # what is reduced at once; the same on every rank, also on one without a class or a token
+    pieces = [everything] if these.options.slices is not None else list(these.chunks(plan.rows))
+    # where nothing is kept, the sums start the gradient in its own memory, a part at a time
+    whole = None
+    if grow and d_weight is not None:
+        sum_classes(slice(0, num_v), d_weight)
+    elif kept is not None:
+        whole = sum_classes(slice(0, num_v), None)
     buffer = low = panel = sums = None
     for part, width, memory in _parts(e, None if grow else d_weight, slice(start, num_v), plan):
         blocks = list(these.chunks(plan.rows)) if memory is None else [everything]
@@ -526,12 +528,14 @@ def _walk_panels(
             buffer = e.new_empty(blocks[0].stop, min(width, round_up(part.stop - part.start, TILE_V)))
         if len(blocks) > 1 and d_weight is not None and d_weight.dtype == torch.bfloat16 and not grow:
             low = torch.empty(buffer.shape[1], e.shape[1], dtype=torch.int16, device=e.device)
-        if apart:
+        if kept is not None or grow:
             sums = None if whole is None else whole[part]
         elif d_weight is not None:
             sums = sum_classes(part, d_weight[part])
-        for v0 in range(part.start, part.stop, width):
-            columns = slice(v0, min(v0 + width, part.stop))
+        # what is left over comes first: the last product, under which dE is reduced, is a long one
+        first = round_up((part.stop - part.start - 1) % width + 1, TILE_V)
+        for v0, v1 in itertools.pairwise([part.start, *range(part.start + first, part.stop, width), part.stop]):
+            columns = slice(v0, v1)
             for rows in blocks:
                 panel = buffer[: rows.stop - rows.start, : columns.stop - v0]
                 panel_gradient(
@@ -549,14 +553,20 @@ def _walk_panels(
                     add=rows.start > 0 and not grow, last=last or grow,
                 )  # fmt: skip
                 if not last or columns.stop < num_v:
+                    if d_hidden is not None and columns.stop == num_v and rows == pieces[0]:
+                        # no panel adds to these tokens again
+                        join(e.device)
+                        d_hidden.reduce(pieces.pop(0))  # collective
+                        reducing = group is not None
                     later()
                     later = None
                     # before the next panel takes this one's memory
                     join(e.device)
     if d_hidden is not None:
-        # under the products that are left. a rank without a class or a token takes part all the same
+        # under the products that are left
         join(e.device)
-        d_hidden.reduce(everything)  # collective
+        for piece in pieces:
+            d_hidden.reduce(piece)  # collective
         reducing = group is not None
     if later is not None:
         later()

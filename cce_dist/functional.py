@@ -66,11 +66,10 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes that do not fit, an unknown reduction or method, a denominator without ``"mean"``,
-            ``"fused"`` with ``"none"``, float16 with a method that keeps exponentials, a budget that nothing fits, a
-            shard that is not the weight's, placements other than those above, DTensors on different meshes, ranks
-            that disagree. On every rank of the group, before any work starts;
-            where the group works on GPUs, in the first call with a shard and these shapes only, since comparing
-            waits for the device.
+            ``"fused"`` with ``"none"`` or ``main_grad``, float16 with a method that keeps exponentials, a budget that
+            nothing fits, a shard that is not the weight's, placements other than those above, DTensors on different
+            meshes, ranks that disagree. On every rank of the group, before any work starts; where the group works on
+            GPUs, in the first call with a shard and these shapes only, since comparing waits for the device.
         TypeError: arguments of the wrong type or dtype, a plain tensor beside a DTensor that needs one, likewise.
         IndexError: a target outside the vocabulary, on CPUs. On GPUs that token's loss is NaN.
     """
@@ -86,7 +85,7 @@ def linear_cross_entropy(
         hidden, targets = dtensor.ready(hidden), dtensor.ready(targets)
         hidden, weight, bias = _autocast(hidden, weight, bias)
         shard = _validate(hidden, weight, targets, bias, ignore_index, reduction, denominator, shard)
-        check_choice(hidden.dtype, reduction, memory_budget, method)
+        check_choice(hidden.dtype, reduction, memory_budget, method, main_grad is not None)
         grows = main_grad is not None
         plan = _plan_of(targets.numel(), hidden, weight, bias, shard, reduction, memory_budget, method, grows)
     except (ValueError, TypeError, IndexError) as problem:

@@ -128,7 +128,7 @@ def plan(
 
     Raises:
         ValueError: sizes below 1 (``tokens`` may be 0), an unknown reduction, method or device, ``"fused"`` with
-            ``"none"``, float16 with a method that keeps exponentials, a budget that nothing fits.
+            ``"none"`` or ``main_grad``, float16 with a method that keeps exponentials, a budget that nothing fits.
         TypeError: arguments of the wrong type, a dtype that the loss does not take.
     """
     sizes = ("tokens", tokens, 0), ("hidden_size", hidden_size, 1), ("vocab_size", vocab_size, 1), ("tp", tp, 1)
@@ -141,7 +141,7 @@ def plan(
         raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-    check_choice(dtype, reduction, memory_budget, method)
+    check_choice(dtype, reduction, memory_budget, method, main_grad)
     return make_plan(
         *plan_request(
             tokens, hidden_size, vocab_size, dtype, ranks=tp, device=device, reduction=reduction,
@@ -151,7 +151,9 @@ def plan(
     )  # fmt: skip
 
 
-def check_choice(dtype: torch.dtype, reduction: str, memory_budget: int | str | None, method: str | None) -> None:
+def check_choice(
+    dtype: torch.dtype, reduction: str, memory_budget: int | str | None, method: str | None, main_grad: bool = False
+) -> None:
     """Raises where ``memory_budget`` or ``method`` is none that there is for these inputs."""
     if method is not None and method not in METHODS:
         raise ValueError(f"method must be None or one of {', '.join(METHODS)}; got {method!r}")
@@ -159,6 +161,10 @@ def check_choice(dtype: torch.dtype, reduction: str, memory_budget: int | str | 
         raise ValueError(
             'method "fused" makes the gradients in forward, before each token\'s upstream gradient is known: '
             'with reduction "none" use "cached" or "recompute"'
+        )
+    if method == "fused" and main_grad:
+        raise ValueError(
+            'method "fused" would add to main_grad in forward, before the upstream gradient is known: use "cached"'
         )
     if method in ("cached", "fused") and dtype == torch.float16:
         raise ValueError(f'method "{method}" keeps exponentials, for which float16 has no range: use "recompute"')
@@ -314,19 +320,15 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
         a_column = max(1, round_up(p.tokens, ROW_GROUP) * p.itemsize)
         fits = TILE_V + max(0, limit - least.workspace) // a_column // TILE_V * TILE_V
         found += [_cached(p, kept) for kept in sorted({TILE_V, min(fits, whole), whole})]
-    if p.wide_range and p.scalar:
+    if p.wide_range and p.scalar and not p.main_grad:
         step = CPU_CHUNK if p.cpu else SMALLEST_CHUNK
-        # chunks leave the upstream gradient to the last one: gradients that are there already do not wait for it
-        chunks = () if p.main_grad else range(step, min(p.tokens, 1 << 16), step)
-        found += [_fused(p, chunk) for chunk in (*chunks, p.tokens)]
+        found += [_fused(p, chunk) for chunk in (*range(step, min(p.tokens, 1 << 16), step), p.tokens)]
     return found
 
 
 def _recompute(p: Problem, most: int) -> Plan:
     panels = _panels(p, 0, most)
     held = _packed(p) + panels.own + 4 * p.vocab * p.weight_grad
-    if p.main_grad:
-        held += round_up(p.tokens, ROW_GROUP) * p.hidden * _wide(p)
     return _plan(p, "recompute", panels, 0, p.tokens, 4, 4 + panels.slow, held)
 
 

@@ -102,7 +102,7 @@ def step(shape: tuple[int, int, int], ranks: int, method: str, slices: bool = Fa
         return 2 * rows * columns * d / RATE
 
     chunk = planned.chunk if method == "fused" else CHUNK
-    chunks = [min(chunk, n - start) for start in range(0, n, chunk)]
+    chunks = _pieces(n, chunk)
     small = sum(all_reduce(4 * rows, ranks) + all_reduce(24 * rows, ranks) for rows in chunks)
     if method == "fused":
         small += all_reduce(4 * n, ranks)
@@ -113,9 +113,13 @@ def step(shape: tuple[int, int, int], ranks: int, method: str, slices: bool = Fa
             # once, when all chunks are there
             reductions = [(n, product(chunks[-1], columns))]
     else:
-        # the last product of the last panel, over its last block of tokens
-        last = (n - 1) % planned.rows + 1, (columns - 1) % planned.panel + 1
-        reductions = [(n, product(*last))]
+        # a block of tokens in the last panel: its last product and the next block's three
+        blocks, width = _pieces(n, planned.rows), min(columns, planned.panel)
+        reductions = [
+            (rows, product(rows + 3 * after, width)) for rows, after in zip(blocks, [*blocks[1:], 0], strict=True)
+        ]
+        if slices:
+            reductions = [(n, product(blocks[-1], width))]
     reduce = scatter_or_gather if slices else all_reduce
     return Step(
         floor=planned.products * product(n, v / ranks),
@@ -125,6 +129,10 @@ def step(shape: tuple[int, int, int], ranks: int, method: str, slices: bool = Fa
         gathers=(1 if method == "fused" else 2) * scatter_or_gather(2 * n * d, ranks) if slices else 0,
         d_hidden=sum(max(0, reduce(4 * rows * d, ranks) - hidden) for rows, hidden in reductions),
     )
+
+
+def _pieces(n: int, size: int) -> list[int]:
+    return [min(size, n - start) for start in range(0, n, size)]
 
 
 def table(shape: tuple[int, int, int]) -> str:

@@ -218,7 +218,7 @@ def test_weight_frozen_on_one_rank(ranks, size, hidden_grad, slices) -> None:
 def check_main_grad_frozen_on_one_rank(group, device):
     inputs = make_inputs(37, 24, 601, device=device, bias=True, ignored=0.2)
     shard = VocabShard.even(601, group)
-    for method in METHODS:
+    for method in ("recompute", "cached"):
         whole = step(inputs, shard, method)
         leaves = leaves_of(inputs, shard)
         weight = leaves[1]

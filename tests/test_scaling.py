@@ -88,9 +88,9 @@ def test_steps(scaling) -> None:
     fused = scaling.step(LLAMA, 16, "fused")
     close(fused.d_hidden, 0.059 + 2 * (117440512 / 257.1e6 + 8388608 / 50e6) - 2 * 8192 * 8192 * 4096 / 690e9)
     assert fused.most == "dE"
-    # eight ranks: 32768 tokens in blocks of 14336 leave 4096, 64 tiles of classes in panels of 33 leave 31
+    # eight ranks: blocks of 14336 tokens hide their parts, one of 4096 is left for a panel of 33 tiles of classes
     recompute = scaling.step(DEEPSEEK, 8, "recompute")
-    close(recompute.d_hidden, 0.029 + 2 * 0.875 * 939524096 / 257.1e6 - 2 * 4096 * (31 * 256) * 7168 / 690e9)
+    close(recompute.d_hidden, 0.029 + 2 * 0.875 * 117440512 / 257.1e6 - 2 * 4096 * (33 * 256) * 7168 / 690e9)
     # four chunks' statistics
     close(recompute.small, 4 * (2 * 0.029 + 2 * 0.875 * (4 + 24) * 8192 / 257.1e6))
 

@@ -77,9 +77,10 @@ def _weight_gradient_kernel(
         pid_v, pid_d = tile_position(tile, num_v, num_d, GROUP_N)
         v = pid_v * BLOCK_N
         d = pid_d * BLOCK_V
+        # asked early where there is a register for it: the answer takes its time
+        EARLY: tl.constexpr = TMA and not HAS_LOW
         first = tl.full((BLOCK_N,), -1, tl.int32)
-        if not HAS_LOW:
-            # asked early: the answer takes its time. beside two halves there is no register for it
+        if EARLY:
             first = first_tokens(first_ptr, v, width, HAS_START or HAS_SUMS, BLOCK_N)
         acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
         for k in range(0, count, BLOCK_D):
@@ -90,11 +91,11 @@ def _weight_gradient_kernel(
         W: tl.constexpr = BLOCK_V // 2
         _store_classes(
             out_ptr, low_ptr, first_ptr, sums_ptr, first, left, scale, v, d, width, D, stride_out,
-            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, BLOCK_N, W,
+            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, EARLY, BLOCK_N, W,
         )  # fmt: skip
         _store_classes(
             out_ptr, low_ptr, first_ptr, sums_ptr, first, right, scale, v, d + W, width, D, stride_out,
-            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, BLOCK_N, W,
+            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, EARLY, BLOCK_N, W,
         )  # fmt: skip
 
 
@@ -111,14 +112,13 @@ def first_tokens(first_ptr, v, width, SUMS: tl.constexpr, ROWS: tl.constexpr):
 def _store_classes(
     out_ptr, low_ptr, first_ptr, sums_ptr, first, value, scale, v, d, width, D, stride,
     HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
-    GROW: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    GROW: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     offs_v = v + tl.arange(0, ROWS)
     offs_d = d + tl.arange(0, COLS)
     offs = offs_v[:, None].to(tl.int64) * stride + offs_d[None, :]
     mask = (offs_v < width)[:, None] & (offs_d < D)[None, :]
-    if HAS_LOW:
+    if not EARLY:
         first = first_tokens(first_ptr, v, width, HAS_START or HAS_SUMS, ROWS)
     if HAS_SUMS:
         offs_sums = first[:, None].to(tl.int64) * D + offs_d[None, :]

@@ -77,7 +77,7 @@ def _target_rows_kernel(
 @triton.jit
 def _class_sums_kernel(
     e_ptr, target_ptr, entry_ptr, count_ptr, scale_ptr, out_ptr, first_ptr, N, V, D, row0, col0, stride_out,
-    COMPACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    COMPACT: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -105,6 +105,8 @@ def _class_sums_kernel(
         else:
             # in the result's units, which its dtype is sure to hold
             total *= tl.load(scale_ptr)
+        if ADD:
+            total += tl.load(out_ptr + row * stride_out + offs_d, mask=offs_d < D, other=0.0)
         tl.store(out_ptr + row * stride_out + offs_d, total.to(out_ptr.dtype.element_ty), mask=offs_d < D)
 
 
@@ -188,12 +190,14 @@ def class_sums(
     row0: int = 0,
     out: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    add: bool = False,
 ) -> ClassSums | None:
     """The sum of ``entry[n] e[n]`` over the tokens of each class, in the order of the tokens: [N, D], [N] -> a row a
     class. Rows of ``e`` are tokens from ``row0``, before ``count``.
 
-    With ``out`` [V, D] the sums go there, times ``scale``, into the rows of the classes that have a token; the others
-    are not written. ``entry`` None stands for zeros: nothing to sum, None.
+    With ``out`` [V, D] the sums go there, times ``scale``, into the rows of the classes that have a token, or with
+    ``add`` onto what these hold in full precision; the others are not written. ``entry`` None stands for
+    zeros: nothing to sum, None.
     """
     if entry is None:
         return None
@@ -207,7 +211,7 @@ def class_sums(
         block = min(1024, triton.next_power_of_2(d))
         _class_sums_kernel[(n, cdiv(d, block))](
             e, targets, entry, count, scale, rows, first, n, num_classes, d, row0, col0, rows.stride(0),
-            COMPACT=out is None, BLOCK_N=4, BLOCK_D=block, num_warps=2,
+            COMPACT=out is None, ADD=add, BLOCK_N=4, BLOCK_D=block, num_warps=2,
         )  # fmt: skip
         return sums
     ids = targets[: max(0, min(len(e), int(count) - row0))] - col0
@@ -217,5 +221,6 @@ def class_sums(
     totals.index_add_(0, position, e[hit].to(totals.dtype) * entry[hit, None])
     token = hit[sizes.cumsum(0) - sizes]
     first[classes] = token.to(torch.int32)
-    rows[token if out is None else classes] = totals if scale is None else (totals * scale).to(rows.dtype)
+    totals = totals if scale is None else (totals * scale).to(rows.dtype)
+    rows[token if out is None else classes] = rows[classes] + totals if add else totals
     return sums
