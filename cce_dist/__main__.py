@@ -34,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dtype", choices=[str(dtype)[6:] for dtype in DTYPES], default="bfloat16")
     add("--budget", type=_budget, metavar="MIB|min", help="memory_budget in MiB, or min; left out: the default")
     add("--reduction", choices=REDUCTIONS, default="mean")
+    add("--sequence-parallel", action="store_true", help="each rank holds a slice of the hidden states")
+    add("--main-grad", action="store_true", help="the weight carries an fp32 gradient of its own")
     add("--device", help="cpu, cuda, or a chip's name such as sm_90; left out: the GPU at hand, else sm_90")
     text = "compare the loss and its gradients with fp64 on the device at hand; the exit status is 1 where one is off"
     commands.add_parser("check", help=text, description=text)
@@ -60,7 +62,8 @@ def plan_table(args: argparse.Namespace) -> str:
     def planned(memory_budget: int | str | None, method: str | None = None) -> Plan:
         return plan(
             args.tokens, args.hidden, args.vocab, dtype=dtype, tp=args.tp, reduction=args.reduction,
-            memory_budget=memory_budget, method=method, device=args.device,
+            memory_budget=memory_budget, method=method, device=args.device, main_grad=args.main_grad,
+            sequence_parallel=args.sequence_parallel,
         )  # fmt: skip
 
     chosen = planned(args.budget)

@@ -51,6 +51,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         ({}, {"hidden_requires_grad": False}),
         ({}, {"weight_requires_grad": False}),
         ({"memory_budget": "min"}, {"hidden_requires_grad": False, "weight_requires_grad": False}),
+        ({}, {"main_grad": True}),
+        ({"method": "cached"}, {"sequence_parallel": True}),
     ],
     ids=str,
 )
@@ -58,7 +60,10 @@ def test_the_plan_is_the_calls(made, options, tensors) -> None:
     dtype = tensors.get("dtype", torch.float32)
     hidden = torch.randn(3, 25, 24).to(dtype).requires_grad_(tensors.get("hidden_requires_grad", True))
     weight = torch.randn(1500, 24).to(dtype).requires_grad_(tensors.get("weight_requires_grad", True))
-    linear_cross_entropy(hidden, weight, torch.zeros(3, 25, dtype=torch.int64), **options)
+    if tensors.get("main_grad"):
+        weight.main_grad = torch.zeros_like(weight)
+    shard = VocabShard(0, 1500, 1500, sequence_parallel=tensors.get("sequence_parallel", False))
+    linear_cross_entropy(hidden, weight, torch.zeros(3, 25, dtype=torch.int64), shard=shard, **options)
     planned = plan(75, 24, 1500, **{"dtype": torch.float32, "device": "cpu"} | tensors, **options)
     assert made == [planned]
     assert planned == plan(
@@ -167,6 +172,7 @@ def test_the_readme_shows_the_plan_commands_table(capsys) -> None:
         (["--budget", "20000"], r"fused .*<- chosen"),
         (["--budget", "2500", "--reduction", "none"], r"cached .*<- chosen"),
         (["--dtype", "float16"], r"recompute .*<- chosen"),
+        (["--budget", "20000", "--main-grad", "--sequence-parallel"], r"cached .*<- chosen"),
     ],
     ids=str,
 )
