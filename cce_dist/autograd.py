@@ -15,7 +15,7 @@ from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, column_sums, panel_gradient
 from .kernels.product import hidden_gradient, weight_gradient
 from .kernels.rows import pack_order, packing, scale_rows, take_rows, unpacking
-from .kernels.runtime import beside, cdiv, join, round_up, target_of
+from .kernels.runtime import SecondStream, cdiv, round_up, target_of
 from .kernels.statistics import TileStatistics, panel_statistics, sum_bits
 from .kernels.target import ClassSums, class_sums, drop_targets, target_logits, target_rows
 from .parallel.collectives import all_reduce, gather_slices, rank_and_size, scatter_sums
@@ -219,15 +219,15 @@ class TotalLoss(torch.autograd.Function):
         pending = _Pending(these, weight, ctx.needs_input_grad[:3])
         reference = _references(these)
         logit = torch.zeros(these.num_rows, dtype=these.wide, device=hidden.device)
-        bits, parts = sum_bits(options.shard.vocab_size), []
+        bits, parts, second = sum_bits(options.shard.vocab_size), [], SecondStream(hidden.device)
         for rows in these.chunks(options.plan.chunk):
             panel = pending.panel(rows)
             statistics = _statistics(these, rows, logit, panel, reference)
             # the row's normaliser is not needed: it is found beside the product's last tiles
-            with beside(hidden.device):
+            with second.beside():
                 pending.add_hidden(rows, panel)
             parts.append(merge_statistics(statistics, bits, options.shard.group))  # collectives
-            join(hidden.device)
+            second.join()
             pending.normalise(rows, panel, reference, *parts[-1])
         row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
         ctx.save_for_backward(
@@ -494,7 +494,7 @@ def _walk_panels(
             # slices of the hidden states may still be on their way
             hidden_gradient(kept, c, count, d_hidden.packed, v0=0, add=False)
         target_rows(c, state.targets, state.residual, d_hidden.packed, col0=col0, scale=factor)
-    e = these.e
+    e, second = these.e, SecondStream(c.device)
 
     def sum_classes(columns: slice, out: torch.Tensor | None) -> ClassSums | None:
         if d_weight is None:
@@ -544,7 +544,7 @@ def _walk_panels(
                 )  # fmt: skip
                 last = rows.stop == len(e)
                 if d_hidden is not None:
-                    with beside(e.device):
+                    with second.beside():
                         hidden_gradient(panel, c, count, d_hidden.packed[rows], v0=v0, row0=rows.start, add=True)
                 later = functools.partial(
                     add_weight, panel, rows, columns,
@@ -555,16 +555,16 @@ def _walk_panels(
                 if not last or columns.stop < num_v:
                     if d_hidden is not None and columns.stop == num_v and rows == pieces[0]:
                         # no panel adds to these tokens again
-                        join(e.device)
+                        second.join()
                         d_hidden.reduce(pieces.pop(0))  # collective
                         reducing = group is not None
                     later()
                     later = None
                     # before the next panel takes this one's memory
-                    join(e.device)
+                    second.join()
     if d_hidden is not None:
         # under the products that are left
-        join(e.device)
+        second.join()
         for piece in pieces:
             d_hidden.reduce(piece)  # collective
         reducing = group is not None
@@ -572,7 +572,7 @@ def _walk_panels(
         later()
     if kept is not None and factor is not None and len(e):
         # their memory is needed
-        join(e.device)
+        second.join()
         buffer = low = panel = later = None
         if d_bias is not None:
             assert state.residual is not None
@@ -580,7 +580,7 @@ def _walk_panels(
         if d_weight is not None:
             scale_rows(e, factor)
             add_weight(kept, everything, slice(0, start), None if whole is None else whole[slice(0, start)])
-    join(e.device)
+    second.join()
 
 
 def _parts(

@@ -63,26 +63,31 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@contextmanager
-def beside(device: torch.device) -> Iterator[None]:
-    """The kernels inside start after what the current stream holds, and run beside what it gets next, up to
-    :func:`join`: the last tiles of one product leave multiprocessors idle, which the other's first ones take.
+class SecondStream:
+    """Lets kernels run beside those that the caller queues next: the last tiles of one product leave multiprocessors
+    idle, which the other's first ones take. On CPUs nothing runs beside anything."""
 
-    Nothing that is allocated inside may be freed before :func:`join`, nor what the kernels inside use.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    stream = _second_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.busy = device, False
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """The kernels inside start after what the current stream holds, and run beside what it gets up to
+        :meth:`join`. What they use, and what is allocated inside, must not be freed before that."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream, self.busy = _second_stream(self.device), True
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
 
-def join(device: torch.device) -> None:
-    """What the current stream gets from here on starts after what ran :func:`beside` it."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_second_stream(device))
+    def join(self) -> None:
+        """What the current stream gets from here on starts after what ran beside it."""
+        # a stream that holds nothing of this is none of a CUDA graph's that is being captured
+        if self.busy:
+            torch.cuda.current_stream(self.device).wait_stream(_second_stream(self.device))
+            self.busy = False
 
 
 def triton_serves(tensor: torch.Tensor) -> bool:
