@@ -533,7 +533,7 @@ def _walk_panels(
         elif d_weight is not None:
             sums = sum_classes(part, d_weight[part])
         # what is left over comes first: the last product, under which dE is reduced, is a long one
-        first = round_up((part.stop - part.start - 1) % width + 1, TILE_V)
+        first = min(width, round_up((part.stop - part.start - 1) % width + 1, TILE_V))
         for v0, v1 in itertools.pairwise([part.start, *range(part.start + first, part.stop, width), part.stop]):
             columns = slice(v0, v1)
             for rows in blocks:
