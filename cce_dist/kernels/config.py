@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -91,5 +91,8 @@ def tiles_for(target: str, dtype: torch.dtype, aligned: bool = True) -> Tiles:
     if not aligned and target in ("sm_90", "sm_100", "sm_103"):
         # addresses of single elements take the registers that a wide tile needs
         return _HALF["sm_80"]
+    if not aligned and _SAME.get(target, target) == "gfx942":
+        # two stages of single elements' addresses take 80 of 64 KiB
+        return replace(_HALF["gfx942"], num_stages=1)
     # an unknown chip gets the shape that asks least
     return _HALF.get(_SAME.get(target, target), _HALF["sm_86"])
