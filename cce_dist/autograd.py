@@ -58,7 +58,8 @@ class _Operands:
     order: torch.Tensor
     count: torch.Tensor
     options: LossOptions
-    # whether what was gathered stays
+    # whether slices that were gathered stay, as ``whole``: those of frozen hidden states, since a rank whose
+    # classifier is frozen too takes no part in backward, where the others could not gather without it
     keep: bool = False
     whole: torch.Tensor | None = None
 
@@ -93,7 +94,7 @@ class _Operands:
             index = torch.where(index >= 0, torch.cat([*starts])[index], -1)
         assert self.hidden is not None
         whole, self.hidden = self.hidden(), None
-        self.whole = whole if self.keep else None
+        self.whole = whole if self.keep and slices is not None else None
         return take_rows(whole, index)
 
     @property
@@ -159,8 +160,7 @@ class TokenLosses(torch.autograd.Function):
         targets: torch.Tensor,
         options: LossOptions,
     ) -> torch.Tensor:
-        # ranks whose classifier is frozen too take no part in backward: nothing is gathered there
-        keep = options.slices is not None and not ctx.needs_input_grad[0]
+        keep = not ctx.needs_input_grad[0]
         these = _Operands.start(hidden, weight, bias, options, targets=targets, keep=keep)  # collective
         panel = reference = None
         if options.plan.method == "cached":
@@ -213,8 +213,7 @@ class TotalLoss(torch.autograd.Function):
         targets: torch.Tensor,
         options: LossOptions,
     ) -> torch.Tensor:
-        # ranks whose classifier is frozen too take no part in backward: nothing is gathered there
-        keep = options.slices is not None and not ctx.needs_input_grad[0]
+        keep = not ctx.needs_input_grad[0]
         these = _Operands.start(hidden, weight, bias, options, targets=targets, keep=keep)  # collective
         pending = _Pending(these, weight, ctx.needs_input_grad[:3])
         reference = _references(these)
@@ -526,7 +525,7 @@ def _walk_panels(
         buffer = memory
         if buffer is None:
             buffer = e.new_empty(blocks[0].stop, min(width, round_up(part.stop - part.start, TILE_V)))
-        if len(blocks) > 1 and d_weight is not None and d_weight.dtype == torch.bfloat16 and not grow:
+        if len(blocks) > 1 and d_weight is not None and d_weight.dtype == torch.bfloat16:
             low = torch.empty(buffer.shape[1], e.shape[1], dtype=torch.int16, device=e.device)
         if kept is not None or grow:
             sums = None if whole is None else whole[part]

@@ -85,8 +85,8 @@ def linear_cross_entropy(
         hidden, targets = dtensor.ready(hidden), dtensor.ready(targets)
         hidden, weight, bias = _autocast(hidden, weight, bias)
         shard = _validate(hidden, weight, targets, bias, ignore_index, reduction, denominator, shard)
-        check_choice(hidden.dtype, reduction, memory_budget, method, main_grad is not None)
         grows = main_grad is not None
+        check_choice(hidden.dtype, reduction, memory_budget, method, grows)
         plan = _plan_of(targets.numel(), hidden, weight, bias, shard, reduction, memory_budget, method, grows)
     except (ValueError, TypeError, IndexError) as problem:
         error = problem
@@ -102,7 +102,7 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
         "memory_budget": memory_budget,
         "method": method,
-        "the presence of main_grad": main_grad is not None,
+        "the presence of main_grad": grows,
         # what the plan depends on
         "whether reduction is none": reduction == "none",
         "whether gradients are recorded": torch.is_grad_enabled(),

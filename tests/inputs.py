@@ -65,3 +65,10 @@ def make_trained_inputs(
         inputs.hidden.copy_(1.5 * inputs.hidden.float() + strength[:, None] * inputs.weight.float()[inputs.targets])
         inputs.targets[(torch.rand(n, generator=generator) < ignored).to(device)] = IGNORED
     return inputs
+
+
+def make_upstream(loss: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of each token's loss, the same on every rank; None where the loss is one number."""
+    if loss.dim() == 0:
+        return None
+    return torch.rand(loss.shape, generator=torch.Generator().manual_seed(1)).to(loss.device)

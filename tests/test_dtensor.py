@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from inputs import IGNORED, make_inputs
+from inputs import IGNORED, make_inputs, make_upstream
 from plans import forced_plan
 from pool import subgroup
+from shards import assert_same_bits
 from tolerance import FP64, assert_gradients, assert_loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -54,12 +55,6 @@ def spread(whole: torch.Tensor, mesh: DeviceMesh, *placements) -> DTensor:
     return leaf.requires_grad_(whole.requires_grad)
 
 
-def assert_same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    parts = [None] * group.size()
-    dist.all_gather_object(parts, tensor.detach().cpu(), group=group)
-    assert all(torch.equal(part, parts[0]) for part in parts), "the ranks differ"
-
-
 def assert_placed(gradient: torch.Tensor, *placements) -> None:
     assert isinstance(gradient, DTensor)
     assert gradient.placements == placements
@@ -77,9 +72,7 @@ def check_weight(group, device, v, hidden_is_dtensor, options, method=None):
     assert type(loss) is torch.Tensor
     assert_loss(loss.detach(), inputs, **options)
     assert_same_bits(loss, group)
-    upstream = None
-    if loss.dim():
-        upstream = torch.rand(loss.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    upstream = make_upstream(loss)
     loss.backward(upstream)
     assert_placed(weight.grad, Shard(0))
     assert_placed(bias.grad, Shard(0))
@@ -706,9 +699,7 @@ def check_sequence(group, device, shape, dim, dtype, options, method=None):
     assert loss.shape == (targets.shape if options.get("reduction") == "none" else ())
     assert_loss(loss.detach().flatten() if loss.dim() else loss.detach(), inputs, **options)
     assert_same_bits(loss, group)
-    upstream = None
-    if loss.dim():
-        upstream = torch.rand(loss.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    upstream = make_upstream(loss)
     loss.backward(upstream)
     assert_placed(hidden.grad, *hidden.placements)
     assert hidden.grad.to_local().shape == hidden.to_local().shape

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from inputs import Inputs, make_inputs
 from plans import forced_plan
 from pool import JobRanks, SpawnedRanks, process_context, subgroup
-from test_sharded import assert_same_bits, assert_sharded_gradients, rows_of
+from shards import assert_same_bits
+from test_sharded import assert_sharded_gradients, rows_of
 from tolerance import assert_loss
 
 from cce_dist import VocabShard, functional, linear_cross_entropy

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from inputs import IGNORED, Inputs, make_inputs, make_trained_inputs
 from plans import forced_plan
+from shards import gathered
 from tolerance import assert_gradients, assert_loss
 
 from cce_dist import VocabShard, linear_cross_entropy
@@ -39,12 +40,6 @@ METHODS = {
 
 def slice_of(whole: torch.Tensor, dim: int, lengths: list[int], group) -> torch.Tensor:
     return whole.detach().split(lengths, dim)[dist.get_rank(group)].clone().requires_grad_()
-
-
-def gathered(local: torch.Tensor, dim: int, group) -> torch.Tensor:
-    parts = [None] * group.size()
-    dist.all_gather_object(parts, local.cpu(), group=group)
-    return torch.cat(parts, dim).to(local.device)
 
 
 def rows_of(weight: torch.Tensor, shard: VocabShard) -> torch.Tensor:

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from inputs import IGNORED, Inputs, make_inputs, make_trained_inputs
+from inputs import IGNORED, Inputs, make_inputs, make_trained_inputs, make_upstream
 from plans import forced_plan
 from pool import subgroup
+from shards import assert_same_bits
 from tolerance import assert_gradients, assert_loss
 
 from cce_dist import VocabShard, linear_cross_entropy
@@ -71,12 +72,6 @@ def assert_sharded_gradients(hidden, weight, bias, shard, inputs, upstream=None,
     assert_gradients([hidden.grad, whole(1), whole(2)], inputs, upstream, **options)
 
 
-def assert_same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    parts = [None] * group.size()
-    dist.all_gather_object(parts, tensor.detach().cpu(), group=group)
-    assert all(torch.equal(part, parts[0]) for part in parts), "the ranks differ"
-
-
 def check_loss_and_gradients(group, device, layout, dtype, v, spread, bias, options, method=None):
     inputs = make_inputs(45, 24, v, dtype, device=device, spread=spread, bias=bias, ignored=0.2, seed=v)
     shard = shard_of(layout, v, group)
@@ -86,9 +81,7 @@ def check_loss_and_gradients(group, device, layout, dtype, v, spread, bias, opti
     )
     assert_loss(loss.detach(), inputs, **options)
     assert_same_bits(loss, group)
-    upstream = None
-    if loss.dim():
-        upstream = torch.rand(loss.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    upstream = make_upstream(loss)
     loss.backward(upstream)
     assert_same_bits(hidden.grad, group)
     assert_sharded_gradients(hidden, weight, local_bias, shard, inputs, upstream, **options)
