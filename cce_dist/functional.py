@@ -76,6 +76,8 @@ def linear_cross_entropy(
     given = shard if isinstance(shard, VocabShard) else None
     error: Exception | None = None
     main_grad: MainGrad | None = None
+    # of the whole tensor: other slices of it are another call
+    placements = str(getattr(hidden, "placements", None))
     try:
         main_grad = _main_grad(weight)
         if dtensor.any_dtensor(hidden, weight, bias, targets):
@@ -94,6 +96,7 @@ def linear_cross_entropy(
     same = {} if error is not None else {
         "the shape of hidden": "slices" if sliced else tuple(hidden.shape),
         "sequence_parallel": sliced,
+        "the placements of hidden": placements,
         "the width of hidden": hidden.shape[-1],
         "the dtype of hidden": str(hidden.dtype),
         "the shape of targets": tuple(targets.shape),

@@ -723,6 +723,18 @@ def test_methods_with_slices_of_the_sequence(ranks, reduction, method) -> None:
     ranks.run(check_sequence, (5, 7), 1, torch.bfloat16, {"reduction": reduction}, method, ranks=3)
 
 
+def check_other_dimensions_of_the_sequence(group, device):
+    # as on a GPU, where a group remembers what its ranks have told each other
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_comparing_waits", lambda device: True)
+        for dim in (0, 1, 0):
+            check_sequence(group, device, (5, 9), dim, torch.float32, {})
+
+
+def test_slices_along_other_dimensions_are_other_calls(ranks) -> None:
+    ranks.run(check_other_dimensions_of_the_sequence, ranks=2)
+
+
 def check_sequence_on_a_square(group, device):
     inputs = make_inputs(4 * 7, 24, 301, device=device, ignored=0.2)
     mesh = square_mesh(device)
