@@ -10,13 +10,17 @@ The truth is the reference in fp64. A result may be off by what its yardstick is
   seen wherever many tokens average out, hence ``FACTOR_FP32``. Where few do, chance may favour the yardstick tenfold,
   and what is left is what one rounding of the result, 2**-23, and one of the largest logit can do: a logit of size x
   is off by x * 2**-24, and so is its exponential in relation to itself.
+- the gradient of a factor of all logits, one number, whose yardstick can be right by chance: the same, what is left
+  in relation to the sum of its terms' magnitudes, of which there is one a logit. Where ``dx`` may be rounded, it adds
+  a random error of each term, of which ``DEVIATIONS`` standard deviations are allowed.
 - fp64: 1e-12, thousands of its roundings.
-- losses: ``LOSS`` relative to torch's cross_entropy on fp32 logits and to the truth.
+- losses, log-probabilities and entropies, and so the gradients of tokens' weights, which are losses: ``LOSS``
+  relative to torch's cross_entropy on fp32 logits and to the truth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,10 +34,14 @@ FACTOR_FP32 = 1.25
 FLOOR_FP32 = 2.0**-23
 # the largest error of an element, against the yardstick's largest: two roundings that meet
 FACTOR_ELEMENT = 2.0
+DEVIATIONS = 4.0
 LOSS = 1e-5
 FP64 = 1e-12
 
 Yardstick = Literal["output", "operands"]
+# of (product, targets, **options): the loss, or several results at once
+Function = Callable[..., Any]
+Upstream = torch.Tensor | Sequence[torch.Tensor] | None
 
 
 def assert_loss(loss: torch.Tensor, inputs: Inputs, **options: Any) -> None:
@@ -42,54 +50,97 @@ def assert_loss(loss: torch.Tensor, inputs: Inputs, **options: Any) -> None:
     assert loss.dtype == wide, f"the loss is {loss.dtype}"
     with torch.no_grad():
         clean = _without_ignored(inputs, options)
-        truth = _reference(clean, torch.float64, options)
+        truth = reference.cross_entropy(_product(clean, torch.float64), clean.targets, **options)
         assert loss.shape == truth.shape, f"the loss has the shape {tuple(loss.shape)}, expected {tuple(truth.shape)}"
-        _assert_close_losses(loss, truth, "the reference in fp64")
-        if "denominator" not in options and (clean.targets != options.get("ignore_index", -100)).any():
-            x = F.linear(
-                clean.hidden.to(wide), clean.weight.to(wide), None if clean.bias is None else clean.bias.to(wide)
-            )
-            theirs = F.cross_entropy(
-                x.flatten(0, -2), clean.targets.flatten().long(), ignore_index=options.get("ignore_index", -100),
-                reduction=options.get("reduction", "mean"),
-            )  # fmt: skip
-            _assert_close_losses(loss, theirs.view(loss.shape), "torch's cross_entropy")
+        _assert_close(loss, truth, "the loss", "that of the reference in fp64")
+        theirs = _torch_cross_entropy(clean, wide, options)
+        if theirs is not None:
+            _assert_close(loss, theirs.view(loss.shape), "the loss", "that of torch's cross_entropy")
 
 
-def _assert_close_losses(loss: torch.Tensor, expected: torch.Tensor, whose: str) -> None:
-    # relative for losses above 1; an fp32 logit of some size leaves an absolute error in a loss near 0
-    error = (loss.double() - expected.double()).abs() / expected.double().abs().clamp(min=1)
-    assert bool((error <= LOSS).all()), f"the loss is {error.max():.2e} off that of {whose}"
+def _torch_cross_entropy(inputs: Inputs, dtype: torch.dtype, options: Mapping[str, Any]) -> torch.Tensor | None:
+    """Where torch has the options, and a mean."""
+    ignore_index, class_weight = options.get("ignore_index", -100), options.get("class_weight")
+    valid = inputs.targets[inputs.targets != ignore_index].long()
+    if not options.keys().isdisjoint(("denominator", "token_weight", "z_loss")) or not len(valid):
+        return None
+    if class_weight is not None:
+        class_weight = class_weight.to(dtype)
+        if class_weight[valid].sum() == 0:
+            return None
+    x = F.linear(
+        inputs.hidden.to(dtype), inputs.weight.to(dtype), None if inputs.bias is None else inputs.bias.to(dtype)
+    )
+    x = x * options.get("logit_scale", 1.0)
+    softcap = options.get("softcap")
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    return F.cross_entropy(
+        x.flatten(0, -2), inputs.targets.flatten().long(), weight=class_weight, ignore_index=ignore_index,
+        reduction=options.get("reduction", "mean"), label_smoothing=options.get("label_smoothing", 0.0),
+    )  # fmt: skip
+
+
+def assert_log_probs(log_probs: torch.Tensor, entropy: torch.Tensor | None, inputs: Inputs, **options: Any) -> None:
+    """Both are the truth's, and have the right dtype and shape."""
+    wide = torch.promote_types(inputs.hidden.dtype, torch.float32)
+    with torch.no_grad():
+        clean = _without_ignored(inputs, options)
+        truth = reference.log_probs(_product(clean, torch.float64), clean.targets, **options)
+    for name, ours, theirs in zip(("log-probability", "entropy"), (log_probs, entropy), truth, strict=True):
+        if ours is not None:
+            assert (ours.dtype, ours.shape) == (wide, theirs.shape), f"the {name} is {ours.dtype}, {ours.shape}"
+            _assert_close(ours, theirs, f"the {name}", "that of the reference in fp64")
+
+
+def _assert_close(ours: torch.Tensor, expected: torch.Tensor, name: str, whose: str) -> None:
+    # relative above 1; an fp32 logit of some size leaves an absolute error in a loss near 0
+    error = (ours.double() - expected.double()).abs() / expected.double().abs().clamp(min=1)
+    assert bool((error <= LOSS).all()), f"{name} is {error.max():.2e} off {whose}"
 
 
 def assert_gradients(
     gradients: Sequence[torch.Tensor | None],
     inputs: Inputs,
-    upstream: torch.Tensor | None = None,
+    upstream: Upstream = None,
     *,
     yardstick: Yardstick = "operands",
+    function: Function = reference.cross_entropy,
     **options: Any,
 ) -> None:
-    """``gradients`` of hidden, weight and bias (None: not asked for) for the loss's ``upstream`` gradient."""
+    """``gradients`` of hidden, weight and bias (None: not asked for), and after these of the tensors ``logit_scale``
+    and ``token_weight`` among the options, for the ``upstream`` gradient of the loss, or of all that ``function``
+    returns."""
     clean = _without_ignored(inputs, options)
-    truth = reference_gradients(clean, upstream, torch.float64, options)
-    yard = reference_gradients(clean, upstream, torch.float32, options)
-    coarse = _gradients_of_rounded_operands(clean, upstream, options) if yardstick == "operands" else None
+    truth, yard = (
+        _gradients_of(function, clean, upstream, dtype, options) for dtype in (torch.float64, torch.float32)
+    )
+    coarse = _gradients_of_rounded_operands(function, clean, upstream, options) if yardstick == "operands" else {}
     with torch.no_grad():
-        x = clean.hidden.double() @ clean.weight.double().T
-        x = x if clean.bias is None else x + clean.bias.double()
+        x = reference._logits(
+            _product(clean, torch.float64), _valid(clean, options), options.get("logit_scale", 1.0),
+            options.get("softcap"),
+        )  # fmt: skip
         # -inf is exact
         largest = float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
-    for index, name in enumerate(("hidden", "weight", "bias")):
-        gradient = gradients[index]
+    for name, gradient in zip(_NAMES, gradients, strict=False):
         if gradient is None:
             continue
-        tensor = inputs[index] if index < 2 else inputs.bias
+        tensor = getattr(inputs, name) if name in Inputs._fields else options[name]
         assert tensor is not None
         assert gradient.dtype == tensor.dtype, f"the gradient of {name} is {gradient.dtype}, expected {tensor.dtype}"
         assert gradient.shape == tensor.shape, f"the gradient of {name} has the shape {tuple(gradient.shape)}"
-        candidates = [yard[index]] if coarse is None or coarse[index] is None else [yard[index], coarse[index]]
-        assert_gradient(gradient, truth[index], candidates, name, largest_logit=largest)
+        if name == "token_weight":
+            _assert_token_weight_gradient(gradient, truth[name])
+        elif name == "logit_scale":
+            terms = _scale_terms(function, clean, upstream, options)
+            rounded = inputs.hidden.dtype if yardstick == "operands" else None
+            _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, rounded)
+        else:
+            candidates = [yard[name]] if name not in coarse else [yard[name], coarse[name]]
+            assert_gradient(gradient, truth[name], candidates, name, largest_logit=largest)
+
+
+_NAMES = ("hidden", "weight", "bias", "logit_scale", "token_weight")
 
 
 def assert_gradient(
@@ -126,70 +177,151 @@ def assert_gradient(
     )
 
 
-def reference_gradients(
-    inputs: Inputs, upstream: torch.Tensor | None, dtype: torch.dtype, options: dict[str, Any]
-) -> list[torch.Tensor]:
-    """The reference's gradients of hidden, weight and bias, in ``dtype``."""
-    leaves = [
-        None if x is None else x.detach().to(dtype).requires_grad_()
-        for x in (inputs.hidden, inputs.weight, inputs.bias)
-    ]
-    hidden, weight, bias = leaves
-    assert hidden is not None
-    assert weight is not None
-    loss = _reference(Inputs(hidden, weight, inputs.targets, bias), dtype, options)
-    loss.backward(None if upstream is None else upstream.detach().to(dtype))
-    return [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+def _assert_scale_gradient(
+    gradient: torch.Tensor,
+    truth: torch.Tensor,
+    yard: torch.Tensor,
+    terms: torch.Tensor,
+    largest_logit: float,
+    rounded: torch.dtype | None,
+) -> None:
+    """``terms`` [...]: what ``truth`` is the sum of; ``rounded``: the dtype that ``dx`` may be rounded to."""
+    assert bool(gradient.isfinite()), "the gradient of logit_scale is not finite"
+    magnitude = terms.abs().sum()
+    if gradient.dtype == torch.float64:
+        bound = FP64 * magnitude
+    else:
+        bound = FACTOR_FP32 * (yard.to(gradient.dtype).double() - truth).abs()
+        bound += (FLOOR_FP32 + largest_logit * 2.0**-24) * magnitude + truth.abs() * _unit(gradient.dtype)
+        if rounded in (torch.bfloat16, torch.float16):
+            # errors are spread evenly over a last place, whose size is between one and two units of the number
+            bound += DEVIATIONS * _unit(rounded) / 3**0.5 * terms.norm()
+    error = (gradient.double() - truth).abs()
+    assert error <= bound, f"the gradient of logit_scale is {error:.3e} off {truth:.3e}, allowed {bound:.3e}"
 
 
-def _gradients_of_rounded_operands(
-    inputs: Inputs, upstream: torch.Tensor | None, options: dict[str, Any]
-) -> list[torch.Tensor | None] | None:
-    """Gradients in fp32 but for ``dx``, which is rounded once to the inputs' 16 bits, except the targets' entries,
-    for fp16 in units of the power of two at the largest weight of a token; None for other dtypes."""
-    dtype = inputs.hidden.dtype
-    if dtype not in (torch.bfloat16, torch.float16):
-        return None
-    hidden, weight = inputs.hidden.detach().float().flatten(0, -2), inputs.weight.detach().float()
-    x = hidden @ weight.T
-    if inputs.bias is not None:
-        x = x + inputs.bias.detach().float()
-    losses = torch.zeros(inputs.targets.numel(), requires_grad=True)
-    # what a token's loss weighs in the result
-    reduced = _reduced(losses, inputs.targets, options)
-    (token,) = torch.autograd.grad(reduced, losses, None if upstream is None else upstream.detach().float().cpu())
-    token = token.to(x.device)
-    valid = inputs.targets.flatten() != options.get("ignore_index", -100)
-    token = torch.where(valid, token, 0)
-    scale = 1.0
-    if dtype == torch.float16:
-        scale = 2.0 ** (torch.frexp(token.abs().max()).exponent.clamp(-100, 128) - 14)
-    exact = x.softmax(-1)
-    exact[valid, inputs.targets.flatten()[valid].long()] -= 1
-    exact *= token[:, None]
-    dx = (exact / scale).to(dtype).float() * scale
-    hit = valid.nonzero()[:, 0], inputs.targets.flatten()[valid].long()
-    dx[hit] = exact[hit]
-    return [(dx @ weight).view_as(inputs.hidden), dx.T @ hidden, None]
-
-
-def _reduced(losses: torch.Tensor, targets: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    reduction, denominator = options.get("reduction", "mean"), options.get("denominator")
-    if reduction == "none":
-        return losses.view(targets.shape)
-    if reduction == "sum":
-        return losses.sum()
-    count = (targets != options.get("ignore_index", -100)).sum().clamp(min=1).cpu()
-    return losses.sum() / (count if denominator is None else torch.as_tensor(denominator).cpu())
-
-
-def _reference(inputs: Inputs, dtype: torch.dtype, options: dict[str, Any]) -> torch.Tensor:
-    return reference.linear_cross_entropy(
-        inputs.hidden, inputs.weight, inputs.targets.long(), bias=inputs.bias, dtype=dtype, **options
+def _assert_token_weight_gradient(gradient: torch.Tensor, truth: torch.Tensor) -> None:
+    error, largest = (gradient.double() - truth).abs(), truth.abs().max()
+    allowed = FP64 if gradient.dtype == torch.float64 else LOSS + _unit(gradient.dtype)
+    assert bool((error <= allowed * largest).all()), (
+        f"an element of the gradient of token_weight is {error.max() / largest:.3e} off, allowed {allowed:.3e}"
     )
 
 
-def _without_ignored(inputs: Inputs, options: dict[str, Any]) -> Inputs:
+def _unit(dtype: torch.dtype) -> float:
+    """The largest error of a rounding in relation to the number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def reference_gradients(
+    inputs: Inputs, upstream: Upstream, dtype: torch.dtype, options: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """The reference's gradients of hidden, weight and bias (where there is one), in ``dtype``."""
+    found = _gradients_of(reference.cross_entropy, inputs, upstream, dtype, options)
+    return [found[name] for name in ("hidden", "weight", "bias") if name in found]
+
+
+def _gradients_of(
+    function: Function, inputs: Inputs, upstream: Upstream, dtype: torch.dtype, options: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """By the names of the tensors, in ``dtype``; an option's where it asks for one."""
+    tensors = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
+    tensors |= {name: x for name, x in options.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in tensors.items() if x is not None}
+    product = _product(Inputs(leaves["hidden"], leaves["weight"], inputs.targets, leaves.get("bias")), dtype)
+    options = {**options, **{name: leaves[name] for name in options if name in leaves}}
+    results = function(product, inputs.targets, **options)
+    found = torch.autograd.grad(_tuple(results), [*leaves.values()], _like(upstream, results))
+    return dict(zip(leaves, found, strict=True))
+
+
+def _gradients_of_rounded_operands(
+    function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Gradients of hidden and weight, in fp32 but for ``dx``, which is rounded once to the inputs' 16 bits, except
+    the targets' entries, for fp16 in units of the power of two at the largest weight of a token; none for other
+    dtypes."""
+    dtype = inputs.hidden.dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return {}
+    hidden, weight = inputs.hidden.detach().float().flatten(0, -2), inputs.weight.detach().float()
+    valid, labels = _valid(inputs, options), inputs.targets.flatten().long()
+    factor, scaled = _apart(_product(inputs, torch.float32), options)
+    exact = _gradient_of_product(function, scaled, inputs.targets, upstream, options).flatten(0, -2)
+    scale = 1.0
+    if dtype == torch.float16:
+        largest = torch.where(valid, _weights_of_tokens(inputs, upstream, options), 0).abs().max()
+        scale = 2.0 ** (torch.frexp(largest).exponent.clamp(-100, 128) - 14)
+    dx = (exact / scale).to(dtype).float() * scale
+    hit = valid.nonzero()[:, 0], labels[valid]
+    dx[hit] = exact[hit]
+    dx = dx * factor
+    return {"hidden": (dx @ weight).view_as(inputs.hidden), "weight": dx.T @ hidden}
+
+
+def _apart(product: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
+    """(logit_scale, the product times it, without a graph)"""
+    scale = options.get("logit_scale", 1.0)
+    scale = scale.detach().to(product.dtype) if isinstance(scale, torch.Tensor) else scale
+    return scale, product.detach() * scale
+
+
+def _gradient_of_product(
+    function: Function, product: torch.Tensor, targets: torch.Tensor, upstream: Upstream, options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Of a ``product`` that has had its factor."""
+    product = product.requires_grad_()
+    results = function(product, targets, **{**options, "logit_scale": 1.0})
+    (found,) = torch.autograd.grad(_tuple(results), product, _like(upstream, results))
+    return found
+
+
+def _scale_terms(function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]) -> torch.Tensor:
+    """What the gradient of logit_scale is the sum of: each logit's gradient times what the factor multiplies."""
+    product = _product(inputs, torch.float64).detach()
+    _, scaled = _apart(product, options)
+    terms = _gradient_of_product(function, scaled, inputs.targets, upstream, options) * product
+    return terms.flatten(0, -2)[_valid(inputs, options)]
+
+
+def _weights_of_tokens(inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]) -> torch.Tensor:
+    """What each token's loss weighs in the result; of several results, the largest of their gradients."""
+    if isinstance(upstream, Sequence):
+        return torch.stack([each.detach().float().flatten().abs() for each in upstream]).amax(0)
+    targets, device = inputs.targets, inputs.targets.device
+    losses, weight = torch.zeros(targets.numel(), device=device, requires_grad=True), _valid(inputs, options).float()
+    if options.get("class_weight") is not None:
+        weight = weight * options["class_weight"].float()[torch.where(weight != 0, targets.flatten().long(), 0)]
+    if options.get("token_weight") is not None:
+        weight = torch.where(weight != 0, weight * options["token_weight"].detach().float().flatten(), 0)
+    reduced, reduction = losses * weight, options.get("reduction", "mean")
+    reduced = reduced.view(targets.shape) if reduction == "none" else reduced.sum()
+    if reduction == "mean":
+        divisor = options.get("denominator")
+        reduced = reduced / (weight.sum() if divisor is None else torch.as_tensor(divisor).to(device))
+    return torch.autograd.grad(reduced, losses, *_like(upstream, reduced))[0]
+
+
+def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _like(upstream: Upstream, results: Any) -> list[torch.Tensor | None]:
+    """The upstream gradients of ``results``, in their dtype and on their device."""
+    results = _tuple(results)
+    given = [*upstream] if isinstance(upstream, Sequence) else [upstream] * len(results)
+    return [None if g is None else g.detach().to(r.device, r.dtype) for g, r in zip(given, results, strict=True)]
+
+
+def _product(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    return reference._product(inputs.hidden, inputs.weight, inputs.bias, dtype)
+
+
+def _valid(inputs: Inputs, options: Mapping[str, Any]) -> torch.Tensor:
+    return inputs.targets.flatten() != options.get("ignore_index", -100)
+
+
+def _without_ignored(inputs: Inputs, options: Mapping[str, Any]) -> Inputs:
     """Zeros where a token is ignored: its hidden state takes no part, and 0 * NaN would spoil the reference."""
     ignored = inputs.targets == options.get("ignore_index", -100)
     return inputs._replace(hidden=inputs.hidden.detach().masked_fill(ignored[..., None], 0))
