@@ -293,7 +293,7 @@ def _start(given: Arguments) -> _Call:
         if dtensor.any_dtensor(given.hidden, given.weight, given.bias, given.targets):
             hint = dtensor.group_hint(given.weight, given.hidden, given.bias, given.targets) or hint
         given.to_local()
-        hint = given.shard if given.shard is not None else hint
+        hint = given.shard if isinstance(given.shard, VocabShard) else hint
         given.autocast()
         shard = validate(given)
         plan = _plan_of(given, shard, main_grad is not None)
