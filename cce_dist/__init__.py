@@ -1,6 +1,7 @@
 """A linear layer and cross-entropy as one operation that never holds the logits, on one device or over a
 tensor-parallel group."""
 
+from .distillation import linear_kl_div
 from .functional import linear_cross_entropy
 from .module import LinearCrossEntropyLoss, VocabParallelEmbedding, VocabParallelLMHead
 from .parallel.shard import VocabShard
@@ -17,5 +18,6 @@ __all__ = [
     "VocabParallelLMHead",
     "VocabShard",
     "linear_cross_entropy",
+    "linear_kl_div",
     "plan",
 ]
