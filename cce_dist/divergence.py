@@ -237,7 +237,8 @@ class _TopK:
         for k in range(self.ids.shape[1]):
             whole[:, k] = torch.where(self.ids == self.ids[:, k, None], self.probs, 0).sum(1)
         q = torch.exp(self.logits - maximum[:, None] - log_sum[:, None])
-        return (q * self.mass.to(q.dtype)[:, None] - whole) * grad[:, None]
+        # also where there is no token, whose rows of a panel are zero
+        return torch.where(grad[:, None] == 0, 0, (q * self.mass.to(q.dtype)[:, None] - whole) * grad[:, None])
 
     def write(self, memory: torch.Tensor, entries: torch.Tensor, rows: slice, columns: slice) -> None:
         """Puts the entries into a panel, whose memory is wider than it is."""

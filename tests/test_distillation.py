@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,9 @@ from tolerance import LOSS, assert_gradient
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cce_dist import VocabShard, linear_kl_div
+from cce_dist.kernels import divergence as divergence_kernels
+from cce_dist.kernels import logits as logits_kernels
+from cce_dist.kernels import runtime
 
 DIVERGENCES = ["forward", "reverse", "jensen_shannon"]
 NAMES = ("student_hidden", "student_weight", "student_bias")
@@ -187,6 +191,12 @@ def make_upstream(loss: torch.Tensor) -> torch.Tensor | None:
     return torch.rand(loss.shape, generator=torch.Generator().manual_seed(1)).to(loss.device, loss.dtype)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """For what the interpreter would take minutes for."""
+    return torch.device(request.param)
+
+
 @contextmanager
 def small_panels(rows: int = 32, columns: int = 64) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -241,8 +251,23 @@ def check_accuracy(device, dtype, divergence, spread):
 @pytest.mark.parametrize("spread", [0.5, 5.0])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_accuracy(run, dtype, divergence, spread) -> None:
-    run(check_accuracy, dtype, divergence, spread)
+def test_accuracy(device, dtype, divergence, spread) -> None:
+    check_accuracy(device, dtype, divergence, spread)
+
+
+def check_kernels(device, dtype, kind):
+    # two panels of columns, the second ragged, and of rows, the second without a token in part
+    case = make_case(37, 150, dtype, device=device, bias=True, masked=0.3, top_k=5 if kind == "top_k" else 0)
+    options = {} if kind == "top_k" else {"divergence": kind, "beta": 0.3, "teacher_softcap": 5.0}
+    with small_panels(32, 128):
+        assert_right(case, reduction="none", temperature=1.3, student_softcap=3.0, **options)
+
+
+@pytest.mark.parametrize("kind", [*DIVERGENCES, "top_k"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_kernels(run, dtype, kind) -> None:
+    """float16 stands for both 16-bit dtypes: the interpreter has no bfloat16."""
+    run(check_kernels, dtype, kind)
 
 
 def check_mixed_dtypes(device):
@@ -251,8 +276,8 @@ def check_mixed_dtypes(device):
         assert_right(case, divergence="jensen_shannon")
 
 
-def test_heads_of_different_dtypes(run) -> None:
-    run(check_mixed_dtypes)
+def test_heads_of_different_dtypes(device) -> None:
+    check_mixed_dtypes(device)
 
 
 def check_top_k(device, dtype):
@@ -270,8 +295,8 @@ def check_top_k(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_top_k(run, dtype) -> None:
-    run(check_top_k, dtype)
+def test_top_k(device, dtype) -> None:
+    check_top_k(device, dtype)
 
 
 def test_top_k_of_all_classes_is_the_whole_divergence() -> None:
@@ -305,14 +330,15 @@ def check_identical(device, dtype, divergence):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_identical_heads(run, divergence) -> None:
-    run(check_identical, torch.float32, divergence)
-    run(check_identical, torch.bfloat16, divergence)
+def test_identical_heads(device, divergence) -> None:
+    check_identical(device, torch.float32, divergence)
+    check_identical(device, torch.bfloat16, divergence)
 
 
 def check_masked(device, divergence, value):
     options = {"divergence": divergence} if divergence != "top_k" else {}
-    case = make_case(50, 300, device=device, masked=0.4, bias=True, top_k=5 if divergence == "top_k" else 0)
+    n, v = (20, 70) if runtime.INTERPRETED else (50, 300)
+    case = make_case(n, v, device=device, masked=0.4, bias=True, top_k=5 if divergence == "top_k" else 0)
     clean = loss_of(case, **options)
     gradients = torch.autograd.grad(clean, case.student)
     with torch.no_grad():
@@ -329,8 +355,9 @@ def check_masked(device, divergence, value):
     assert (loss_of(case, reduction="none", **options)[~case.mask] == 0).all()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("divergence", [*DIVERGENCES, "top_k"])
+@pytest.mark.parametrize(
+    ("divergence", "value"), [(kind, math.nan) for kind in [*DIVERGENCES, "top_k"]] + [("forward", math.inf)]
+)
 def test_masked_tokens_take_no_part(run, divergence, value) -> None:
     run(check_masked, divergence, value)
 
@@ -349,8 +376,8 @@ def check_nothing_counts(device, shape):
 
 
 @pytest.mark.parametrize("shape", [(6,), (0,), (2, 0)], ids=str)
-def test_no_token_counts(run, shape) -> None:
-    run(check_nothing_counts, shape)
+def test_no_token_counts(device, shape) -> None:
+    check_nothing_counts(device, shape)
 
 
 def test_nothing_is_computed_for_masked_tokens() -> None:
@@ -363,14 +390,15 @@ def test_nothing_is_computed_for_masked_tokens() -> None:
 
 
 def check_minus_infinity(device):
+    v = 160 if runtime.INTERPRETED else 600
     # panels of -inf from end to end, the first among them; and a class that the teacher alone rules out
     for divergence in DIVERGENCES:
-        case = make_case(20, 600, device=device, bias=True)
-        kept = torch.arange(600, device=device) >= 300
+        case = make_case(20, v, device=device, bias=True)
+        kept = torch.arange(v, device=device) >= v // 2
         with torch.no_grad():
-            case.student[2][:300] = -math.inf
-            case.teacher[2][:300] = -math.inf
-        with small_panels(32, 128):
+            case.student[2][: v // 2] = -math.inf
+            case.teacher[2][: v // 2] = -math.inf
+        with small_panels(32, 64):
             loss = loss_of(case, divergence=divergence)
         gradients = torch.autograd.grad(loss, case.student)
         student = tuple(x.detach() if x.dim() == 2 and len(x) == 20 else x.detach()[kept] for x in case.student)
@@ -378,7 +406,7 @@ def check_minus_infinity(device):
         parts = [gradients[0], *(x[kept] for x in gradients[1:])]
         assert_case(Case(student, teacher, None), loss.detach(), parts, divergence=divergence)
         assert all((x[~kept] == 0).all() for x in gradients[1:])
-    case = make_case(20, 600, device=device, bias=True)
+    case = make_case(20, v, device=device, bias=True)
     case.teacher[2][77] = -math.inf
     assert loss_of(case).isfinite()
     assert loss_of(case, divergence="jensen_shannon").isfinite()
@@ -406,13 +434,13 @@ def check_far_logits(device):
         assert all(x.isfinite().all() for x in torch.autograd.grad(loss.sum(), case.student[:2]))
 
 
-def test_logits_that_are_far_apart(run) -> None:
-    run(check_far_logits)
+def test_logits_that_are_far_apart(device) -> None:
+    check_far_logits(device)
 
 
 def check_poisoned(device, value, whose):
-    for divergence in DIVERGENCES:
-        case = make_case(20, 300, device=device)
+    for divergence in DIVERGENCES[1:] if runtime.INTERPRETED else DIVERGENCES:
+        case = make_case(20, 70 if runtime.INTERPRETED else 300, device=device)
         with torch.no_grad():
             (case.student if whose == "student" else case.teacher)[0][3] = value
         loss = loss_of(case, divergence=divergence, reduction="none")
@@ -441,8 +469,8 @@ def check_loss_scale(device, divergence):
 
 
 @pytest.mark.parametrize("divergence", [*DIVERGENCES, "top_k"])
-def test_fp16_under_a_loss_scale(run, divergence) -> None:
-    run(check_loss_scale, divergence)
+def test_fp16_under_a_loss_scale(device, divergence) -> None:
+    check_loss_scale(device, divergence)
 
 
 def test_fp16_panels_hold_large_log_ratios() -> None:
@@ -474,8 +502,8 @@ def check_repeatable(device, divergence):
 
 
 @pytest.mark.parametrize("divergence", [*DIVERGENCES, "top_k"])
-def test_runs_repeat_bit_for_bit(run, divergence) -> None:
-    run(check_repeatable, divergence)
+def test_runs_repeat_bit_for_bit(device, divergence) -> None:
+    check_repeatable(device, divergence)
 
 
 def test_no_second_derivative() -> None:
@@ -562,8 +590,8 @@ def check_strides(device):
     assert_right(Case((hidden, weight, bias), teacher, case.mask))
 
 
-def test_strides(run) -> None:
-    run(check_strides)
+def test_strides(device) -> None:
+    check_strides(device)
 
 
 def shard_of(layout: str, vocab_size: int, group: dist.ProcessGroup) -> VocabShard:
@@ -813,6 +841,41 @@ def check_bad_input(group, device, mistakes):
 def test_bad_input_of_one_rank(ranks) -> None:
     named = "no teacher", "teacher that learns", "id past the end", "mask of other tokens", "flat weight"
     ranks.run(check_bad_input, [*named, "unknown divergence"], ranks=2)
+
+
+@pytest.mark.skipif(runtime.INTERPRETED, reason="the interpreter has replaced the compiler")
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernels_compile(chip, dtype, monkeypatch) -> None:
+    """For chips that are not here: they fit the shared memory and keep their products' operands in registers."""
+    pytest.importorskip("triton", reason="needs Triton to compile the kernels")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "launch"))
+    import compiled
+
+    monkeypatch.setattr(compiled, "MODULES", (divergence_kernels, logits_kernels))
+    e, c, bias = (
+        torch.zeros(256, 512, dtype=dtype),
+        torch.zeros(1024, 512, dtype=dtype),
+        torch.zeros(1024, dtype=dtype),
+    )
+    count, row, rows = torch.tensor(200), torch.zeros(256), torch.zeros(2, 256)
+    s, t, panel = torch.zeros(256, 576)[:, :512], torch.zeros(256, 576)[:, :512], torch.zeros(256, 512, dtype=dtype)
+    with compiled.recorded(chip) as launches:
+        logits_kernels.panel_logits(e, c, bias, count, s, row0=0, v0=512, softcap=5.0)
+        for expect in (0, 1, None):
+            divergence_kernels.add_statistics(s, t, count, rows, rows, row, row0=0, expect=expect)
+        divergence_kernels.add_statistics(s, None, count, rows[:1], rows[:1], row, row0=0, expect=None)
+        divergence_kernels.add_mixture_divergences(s, t, count, rows, rows, rows, row0=0, beta=0.5)
+        for kind in [*DIVERGENCES, "top_k"]:
+            divergence_kernels.divergence_gradient(
+                s, None if kind == "top_k" else t, panel, count, rows, rows, row, row,
+                row0=0, kind=kind, beta=0.5, ceiling=4.0,
+            )  # fmt: skip
+    assert len(launches) == 10
+    for launch in launches:
+        binary = compiled.compiled(launch, chip)
+        assert compiled.resources(binary).shared <= compiled.SHARED[chip] * 1024
+        assert compiled.resources(binary).spilled == 0
 
 
 def check_dtensors(group, device):

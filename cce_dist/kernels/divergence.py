@@ -199,9 +199,12 @@ def _divergence_gradient_kernel(
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     row = row0 + n
-    if row < tl.load(count_ptr):
-        offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = offs_v < width
+    offs_v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs_v < width
+    if row >= tl.load(count_ptr):
+        # the products read whole tiles of rows
+        tl.store(out_ptr + n * stride_out + offs_v, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=mask)
+    else:
         s = tl.load(s_ptr + n * stride_s + offs_v, mask=mask, other=0.0)
         log_q = s - tl.load(max_ptr + row) - tl.load(log_sum_ptr + row)
         dx = tl.exp(log_q)
@@ -240,7 +243,8 @@ def divergence_gradient(
     """``grad`` times the panel's gradient, into ``s`` in full precision and, rounded once, into ``out``, which may be
     ``s``: ``q - p`` for the kind ``"forward"``, ``q (log(q / p) - center)`` for ``"reverse"``,
     ``q (log(q / m) - center)`` for ``"jensen_shannon"``, ``q`` for ``"top_k"``; each times ``1 - (s / ceiling)^2``,
-    a softcap's derivative. ``t`` is scratch."""
+    a softcap's derivative. Rows of ``out`` at or past ``count`` hold zeros where the kernels write it. ``t`` is
+    scratch."""
     if triton_serves(s):
         if s.numel():
             _divergence_gradient_kernel[(len(s), cdiv(s.shape[1], BLOCK))](
