@@ -231,14 +231,19 @@ class _TopK:
         probs = self.probs.double()
         return torch.where(own, probs * (probs.log() - (self.logits.double() - maximum[:, None])), 0).sum(1)
 
-    def entries(self, log_sum: torch.Tensor, maximum: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def entries(
+        self, log_sum: torch.Tensor, maximum: torch.Tensor, grad: torch.Tensor, ceiling: float | None
+    ) -> torch.Tensor:
         """[n, K]: the gradient of the logits there. Equal ids have equal entries."""
         whole = torch.zeros_like(self.probs)
         for k in range(self.ids.shape[1]):
             whole[:, k] = torch.where(self.ids == self.ids[:, k, None], self.probs, 0).sum(1)
         q = torch.exp(self.logits - maximum[:, None] - log_sum[:, None])
-        # also where there is no token, whose rows of a panel are zero
-        return torch.where(grad[:, None] == 0, 0, (q * self.mass.to(q.dtype)[:, None] - whole) * grad[:, None])
+        dx = (q * self.mass.to(q.dtype)[:, None] - whole) * grad[:, None]
+        if ceiling is not None:
+            dx *= 1 - (self.logits / ceiling).square()
+        # a row without a token holds anything here, and zeros in a panel
+        return torch.where(grad[:, None] == 0, 0, dx)
 
     def write(self, memory: torch.Tensor, entries: torch.Tensor, rows: slice, columns: slice) -> None:
         """Puts the entries into a panel, whose memory is wider than it is."""
@@ -289,9 +294,7 @@ def _gradients(ctx: Any, grad_losses: torch.Tensor) -> list[torch.Tensor | None]
     grad, unit = _normalise(grad, bound, dtype)
     ceiling = None if options.softcaps[0] is None else options.softcaps[0] / options.temperature
     if top_ids is not None:
-        entries = top.entries(log_sum[0], maximum[0], grad)
-        if ceiling is not None:
-            entries *= 1 - (top.logits / ceiling).square()
+        entries = top.entries(log_sum[0], maximum[0], grad, ceiling)
         grad *= bound
 
     d_hidden = torch.zeros(n, hidden.shape[1], dtype=wide, device=hidden.device) if needs_hidden else None

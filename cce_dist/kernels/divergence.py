@@ -133,7 +133,9 @@ def _log_mixture(log_q, log_p, log_rest, log_beta):
     a = log_q + log_rest
     b = log_p + log_beta
     high = tl.maximum(a, b)
-    return high + tl.log(1.0 + tl.exp(tl.minimum(a, b) - tl.where(high == float("-inf"), 0.0, high)))
+    log_m = high + tl.log(1.0 + tl.exp(tl.minimum(a, b) - tl.where(high == float("-inf"), 0.0, high)))
+    # the maximum passes over a NaN
+    return tl.where(b != b, b, log_m)
 
 
 @triton.jit
