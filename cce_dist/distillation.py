@@ -139,7 +139,9 @@ def linear_kl_div(
         "whether gradients are recorded": torch.is_grad_enabled(),
     }  # fmt: skip
     device = student_hidden.device if isinstance(student_hidden, torch.Tensor) else torch.device("cpu")
-    agree(given, same, device, error)
+    # data-parallel ranks that are taken for tensor-parallel ones have other tokens
+    tokens = mask if top_k is None else top_k[0]
+    agree(given, same, device, error, targets=tokens)
     assert isinstance(shard, VocabShard)
 
     shape, num_tokens = hidden.shape[:-1], math.prod(hidden.shape[:-1])

@@ -836,6 +836,12 @@ def check_bad_input(group, device, mistakes):
         with pytest.raises(ValueError, match=f"{name} must be the same on every rank"):
             linear_kl_div(**{k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in arguments.items()},
                 shard=shard)  # fmt: skip
+    good = {k: x.to(device) for k, x in good_arguments(shard.rows).items()}
+    mask = torch.full((4,), dist.get_rank(group) == 1, device=device)
+    top_k = _IDS.to(device) + dist.get_rank(group), _PROBS.to(device)
+    for tokens in ({"mask": mask}, {**_TOP, "top_k": top_k}):
+        with pytest.raises(ValueError, match="a checksum of targets must be the same on every rank"):
+            linear_kl_div(**{**good, **tokens}, shard=shard)
 
 
 def test_bad_input_of_one_rank(ranks) -> None:
