@@ -158,7 +158,7 @@ class Divergences(torch.autograd.Function):
                 top.capture(s, rows, columns)
             add_statistics(s, t, these.count, maximum, total, expectation, row0=rows.start, expect=options.expect)
         maximum, sums = _merged(maximum, total, expectation, top, options)  # collectives
-        log_sums = sums[:-1].log().masked_fill(maximum == math.inf, math.nan)
+        log_sums = sums[:-1].log()
         if options.kind == "jensen_shannon":
             log_sum, parts = log_sums.to(wide), torch.zeros_like(maximum)
             for rows, _, s, t in these.panels():
@@ -259,8 +259,7 @@ def _merged(
     options: DivergenceOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(maximum [H, n], sums [H + 1, n] in fp64) over all ranks; the last sum is the expectation's, or that of the top
-    k. A maximum of +inf stands for a NaN, which not every library's maximum carries."""
-    maximum = torch.where(total.isnan(), math.inf, maximum)
+    k. Not every library's maximum carries a NaN: the sums do."""
     largest = maximum.clone()
     all_reduce(largest, options.shard.group, dist.ReduceOp.MAX)  # collective
     new, last = largest.double(), expectation.double()

@@ -413,6 +413,36 @@ def check_minus_infinity(device):
     assert loss_of(case, divergence="reverse") == math.inf
 
 
+def check_vanished_infinity(device):
+    # the student rules out a class that has weight in the teacher's first panel, and none beside the later ones
+    case = make_case(20, 100, device=device, bias=True)
+    with torch.no_grad():
+        case.student[2][0] = -math.inf
+    case.teacher[2][:64] = -500.0
+    with small_panels(32, 64):
+        assert loss_of(case).isfinite()
+
+
+def test_an_infinite_term_that_weighs_nothing(run) -> None:
+    run(check_vanished_infinity)
+
+
+def check_poisoned_shards(group, device):
+    """A NaN, or an infinite logit, among one rank's classes is every rank's."""
+    shard = VocabShard.even(90, group)
+    for kind in DIVERGENCES:
+        for value in (math.nan, math.inf):
+            case = local_case(make_case(8, 90, device=device, bias=True), shard)
+            if dist.get_rank(group) == 0:
+                case.teacher[2][3] = value
+            loss = loss_of(case, shard=shard, divergence=kind, reduction="none")
+            assert loss.isnan().all()
+
+
+def test_nan_of_one_rank(ranks) -> None:
+    ranks.run(check_poisoned_shards, ranks=2)
+
+
 def test_classes_of_minus_infinity(run) -> None:
     run(check_minus_infinity)
 
