@@ -1,6 +1,7 @@
 """A linear layer and cross-entropy as one operation that never holds the logits, on one device or over a
 tensor-parallel group."""
 
+from .distillation import linear_kl_div
 from .functional import TokenStats, linear_cross_entropy, linear_log_probs
 from .module import LinearCrossEntropyLoss, VocabParallelEmbedding, VocabParallelLMHead
 from .parallel.shard import VocabShard
@@ -18,6 +19,7 @@ __all__ = [
     "VocabParallelLMHead",
     "VocabShard",
     "linear_cross_entropy",
+    "linear_kl_div",
     "linear_log_probs",
     "plan",
 ]

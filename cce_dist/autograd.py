@@ -260,7 +260,7 @@ class TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
             gradients = _gradients(ctx, grads[0], grads[3])
-        return _undifferentiable(*gradients, None, None, None)
+        return undifferentiable("linear_cross_entropy", *gradients, None, None, None)
 
 
 class TotalLoss(torch.autograd.Function):
@@ -314,7 +314,7 @@ class TotalLoss(torch.autograd.Function):
             else:
                 grads = grad.expand(len(order))
                 gradients = _gradients(ctx, grads if token_weight is None else grads * token_weight, None)
-        return _undifferentiable(*gradients, None, None, None, None)
+        return undifferentiable("linear_cross_entropy", *gradients, None, None, None, None)
 
 
 def _save(
@@ -782,19 +782,21 @@ class _Undifferentiable(torch.autograd.Function):
     """Identity whose gradient is an error."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.name = name
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("linear_cross_entropy has no second derivative: its gradients cannot be differentiated")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise RuntimeError(f"{ctx.name} has no second derivative: its gradients cannot be differentiated")
 
 
-def _undifferentiable(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def undifferentiable(name: str, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """What a backward of the operation ``name`` returns: its gradients, which raise where they are differentiated."""
     if not torch.is_grad_enabled():
         return gradients
     # create_graph: without a node the gradients would pass for constants, also in a penalty on their norm
-    return tuple(g if g is None else _Undifferentiable.apply(g.requires_grad_()) for g in gradients)
+    return tuple(g if g is None else _Undifferentiable.apply(name, g.requires_grad_()) for g in gradients)
 
 
 def _normalise(coefficients: Coefficients, dtype: torch.dtype) -> tuple[Coefficients, torch.Tensor]:

@@ -146,7 +146,7 @@ def validate(given: Arguments) -> VocabShard:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if given.denominator is not None:
-        _validate_denominator(given.denominator, reduction, hidden.device)
+        validate_denominator(given.denominator, reduction, hidden.device)
     _validate_logits(given)
     _validate_token_weight(given)
     shard = validate_shard(weight, targets, ignore_index, given.shard)
@@ -154,7 +154,7 @@ def validate(given: Arguments) -> VocabShard:
     return shard
 
 
-def _validate_denominator(denominator: float | torch.Tensor, reduction: str, device: torch.device) -> None:
+def validate_denominator(denominator: float | torch.Tensor, reduction: str, device: torch.device) -> None:
     if reduction != "mean":
         raise ValueError(f"denominator takes part in reduction 'mean' alone, got reduction {reduction!r}")
     if isinstance(denominator, torch.Tensor):

@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cce_dist.kernels import gradient, product, rows, statistics, target
+from cce_dist.kernels import divergence, gradient, panel, product, rows, statistics, target
 
-MODULES = (statistics, gradient, product, rows, target)
+MODULES = (statistics, gradient, product, rows, target, panel, divergence)
 # KiB of shared memory that a program can have
 SHARED = {
     "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "launch"))
 
 from compiled import MODULES, SHARED, Launch, Recorder, compiled, disassembly, recorded, resources
 
-from cce_dist.kernels import gradient, logits, product, rows, runtime, statistics, target
+from cce_dist.kernels import divergence, gradient, logits, panel, product, rows, runtime, statistics, target
 
 pytestmark = pytest.mark.skipif(runtime.INTERPRETED, reason="the interpreter has replaced the compiler")
 
@@ -156,6 +156,23 @@ def launch_rows(dtype: torch.dtype) -> None:
         tiles.rows(maxima, *tiles.shares(maxima, 45), 45)
 
 
+def launch_divergence(dtype: torch.dtype) -> None:
+    """The kernels of two heads that are compared."""
+    e, c, b = torch.zeros(256, 512, dtype=dtype), torch.zeros(1024, 512, dtype=dtype), torch.zeros(1024, dtype=dtype)
+    count, row, rows = torch.tensor(200), torch.zeros(256), torch.zeros(2, 256)
+    s, t, out = torch.zeros(256, 576)[:, :512], torch.zeros(256, 576)[:, :512], torch.zeros(256, 512, dtype=dtype)
+    panel.panel_logits(e, c, logits.LogitMap(b, softcap=5.0), count, s, row0=0, v0=512)
+    for expect in (0, 1, None):
+        divergence.add_statistics(s, t, count, rows, rows, row, row0=0, expect=expect)
+    divergence.add_statistics(s, None, count, rows[:1], rows[:1], row, row0=0, expect=None)
+    divergence.add_mixture_divergences(s, t, count, rows, rows, rows, row0=0, beta=0.5)
+    for kind in ("forward", "reverse", "jensen_shannon", "top_k"):
+        other = None if kind == "top_k" else t
+        divergence.divergence_gradient(
+            s, other, out, count, rows, rows, row, row, row0=0, kind=kind, beta=0.5, ceiling=4.0
+        )
+
+
 def variant(launch: Launch) -> str:
     """The kernel's name and its switches that are on."""
     switches = [name for name, value in launch.kwargs.items() if value is True]
@@ -258,11 +275,27 @@ def test_row_kernels_compile(record, chip, dtype) -> None:
         assert spilled == 0, f"{variant(launch)} spills {spilled} bytes a thread"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_divergence_kernels_compile(record, chip, dtype) -> None:
+    launches = record(chip)
+    launch_divergence(dtype)
+    assert len(launches) == 10
+    for launch in launches:
+        binary = compiled(launch, chip)
+        assert binary.metadata.shared <= SHARED[chip] * 1024, variant(launch)
+        spilled = resources(binary).spilled
+        print(chip, dtype, variant(launch), spilled)
+        # of a product whose epilogue has a bias and a softcap, once a tile
+        assert spilled <= (24 if launch is launches[0] else 0), f"{variant(launch)} spills {spilled} bytes a thread"
+
+
 def test_every_kernel_is_compiled(record) -> None:
     launches = record("sm_90")
     launch_products(torch.bfloat16, False, "aligned")
     launch_products(torch.bfloat16, True, "aligned")
     launch_rows(torch.bfloat16)
+    launch_divergence(torch.bfloat16)
     defined = {
         value.kernel.__name__ for module in MODULES for value in vars(module).values() if isinstance(value, Recorder)
     }

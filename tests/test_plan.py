@@ -18,6 +18,7 @@ import cce_dist
 from cce_dist import Plan, VocabShard, functional, linear_cross_entropy, plan
 from cce_dist.__main__ import main
 from cce_dist.kernels import config, runtime
+from cce_dist.validation import Arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -82,7 +83,9 @@ class _Group:
 def test_the_plan_of_a_group(wanted) -> None:
     shard = VocabShard(0, 751, 1501, _Group())
     hidden, weight = torch.randn(75, 24, requires_grad=wanted), torch.randn(751, 24, requires_grad=wanted)
-    made = functional._plan_of(75, hidden, weight, None, shard, "mean", None, None, False)
+    targets = torch.zeros(75, dtype=torch.int64)
+    given = Arguments(hidden, weight, targets, None, -100, 1.0, None, shard, None, "mean")
+    made = functional._plan_of(given, shard, False)
     asked = {"hidden_requires_grad": wanted, "weight_requires_grad": wanted}
     assert made == plan(75, 24, 1501, dtype=torch.float32, tp=2, device="cpu", **asked)
     # another rank's weight may ask for its gradient

@@ -22,11 +22,12 @@ def agree(
     error: Exception | None,
     *,
     targets: torch.Tensor | None = None,
+    tokens: str = "targets",
     own: Any = None,
 ) -> list[Any]:
     """Raises on every rank of the shard's group what is wrong on any, or where the ranks differ in an entry of
-    ``same`` or in ``targets``, or where their rows do not tile the vocabulary. ``error`` is what this rank itself
-    found wrong. Returns what each rank has as ``own``, in which they may differ.
+    ``same`` or in ``targets``, which the message calls ``tokens``, or where their rows do not tile the vocabulary.
+    ``error`` is what this rank itself found wrong. Returns what each rank has as ``own``, in which they may differ.
 
     Groups on CPUs compare at every call. Groups on GPUs, where comparing waits for the device, do so once for each
     shard and ``same``: there ``own`` must not change.
@@ -53,7 +54,7 @@ def agree(
     if targets is not None and error is None:
         # data-parallel ranks that are taken for tensor-parallel ones have other tokens
         places = torch.arange(1, targets.numel() + 1, device=targets.device)
-        same["a checksum of targets"] = int((targets.reshape(-1) * places).sum())
+        same[f"a checksum of {tokens}"] = int((targets.reshape(-1) * places).sum())
     mine = (
         None if error is None else (type(error).__name__, str(error)),
         same,
