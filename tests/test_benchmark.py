@@ -26,7 +26,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.syspath_prepend(str(LAUNCH))
-    for name in ("benchmark", "comparison", "machine", "peers"):
+    for name in ("benchmark", "comparison", "machine", "options", "peers"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("benchmark")
 
@@ -67,6 +67,19 @@ def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys, benchmark) -> None:
         assert all(error < 1e-5 for error in row["errors"].values())
         assert f"\n{name} " in printed
     assert picture.exists() == bool(drawn)
+
+
+def test_what_options_cost(tmp_path, capsys, benchmark) -> None:
+    options = importlib.import_module("options")
+    path = tmp_path / "options.json"
+    rows = options.main(["--shape", "33x16x301", "--repeat", "2", "--json", str(path)])
+    assert json.loads(path.read_text())["rows"] == rows
+    failed = {row["row"] for row in rows if "failure" in row}
+    # what is not installed here
+    assert failed <= {"verl's, with entropies", "liger's losses"}
+    assert {row["method"] for row in rows} == {"recompute", "fused"}
+    assert all(row["ratio"] > 0 for row in rows if row["row"] not in failed)
+    assert f"{'and entropies':24}" in capsys.readouterr().out
 
 
 def test_shapes_come_from_all_flags(benchmark) -> None:
