@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from inputs import Inputs
+from inputs import TRAINABLE, Inputs
 
 from cce_dist import reference
 
@@ -107,9 +107,8 @@ def assert_gradients(
     function: Function = reference.cross_entropy,
     **options: Any,
 ) -> None:
-    """``gradients`` of hidden, weight and bias (None: not asked for), and after these of the tensors ``logit_scale``
-    and ``token_weight`` among the options, for the ``upstream`` gradient of the loss, or of all that ``function``
-    returns."""
+    """``gradients`` of hidden, weight and bias, and where they are options of logit_scale and token_weight (None: not
+    asked for), for the ``upstream`` gradient of the loss, or of all that ``function`` returns."""
     clean = _without_ignored(inputs, options)
     truth, yard = (
         _gradients_of(function, clean, upstream, dtype, options) for dtype in (torch.float64, torch.float32)
@@ -122,7 +121,7 @@ def assert_gradients(
         )  # fmt: skip
         # -inf is exact
         largest = float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
-    for name, gradient in zip(_NAMES, gradients, strict=False):
+    for name, gradient in zip(TRAINABLE, gradients, strict=False):
         if gradient is None:
             continue
         tensor = getattr(inputs, name) if name in Inputs._fields else options[name]
@@ -130,17 +129,13 @@ def assert_gradients(
         assert gradient.dtype == tensor.dtype, f"the gradient of {name} is {gradient.dtype}, expected {tensor.dtype}"
         assert gradient.shape == tensor.shape, f"the gradient of {name} has the shape {tuple(gradient.shape)}"
         if name == "token_weight":
-            _assert_token_weight_gradient(gradient, truth[name])
+            _assert_token_weight_gradient(gradient, truth[name], inputs.hidden.dtype)
         elif name == "logit_scale":
             terms = _scale_terms(function, clean, upstream, options)
-            rounded = inputs.hidden.dtype if yardstick == "operands" else None
-            _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, rounded)
+            _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, inputs.hidden.dtype, yardstick)
         else:
             candidates = [yard[name]] if name not in coarse else [yard[name], coarse[name]]
             assert_gradient(gradient, truth[name], candidates, name, largest_logit=largest)
-
-
-_NAMES = ("hidden", "weight", "bias", "logit_scale", "token_weight")
 
 
 def assert_gradient(
@@ -183,26 +178,27 @@ def _assert_scale_gradient(
     yard: torch.Tensor,
     terms: torch.Tensor,
     largest_logit: float,
-    rounded: torch.dtype | None,
+    computed: torch.dtype,
+    yardstick: Yardstick,
 ) -> None:
-    """``terms`` [...]: what ``truth`` is the sum of; ``rounded``: the dtype that ``dx`` may be rounded to."""
+    """``terms`` [...]: what ``truth`` is the sum of; ``computed``: the dtype of the hidden states."""
     assert bool(gradient.isfinite()), "the gradient of logit_scale is not finite"
     magnitude = terms.abs().sum()
-    if gradient.dtype == torch.float64:
+    if computed == torch.float64:
         bound = FP64 * magnitude
     else:
         bound = FACTOR_FP32 * (yard.to(gradient.dtype).double() - truth).abs()
         bound += (FLOOR_FP32 + largest_logit * 2.0**-24) * magnitude + truth.abs() * _unit(gradient.dtype)
-        if rounded in (torch.bfloat16, torch.float16):
-            # errors are spread evenly over a last place, whose size is between one and two units of the number
-            bound += DEVIATIONS * _unit(rounded) / 3**0.5 * terms.norm()
+        if yardstick == "operands" and computed in (torch.bfloat16, torch.float16):
+            # errors are spread evenly over a last place, of two units of the number at most
+            bound += DEVIATIONS * _unit(computed) / 3**0.5 * terms.norm()
     error = (gradient.double() - truth).abs()
     assert error <= bound, f"the gradient of logit_scale is {error:.3e} off {truth:.3e}, allowed {bound:.3e}"
 
 
-def _assert_token_weight_gradient(gradient: torch.Tensor, truth: torch.Tensor) -> None:
+def _assert_token_weight_gradient(gradient: torch.Tensor, truth: torch.Tensor, computed: torch.dtype) -> None:
     error, largest = (gradient.double() - truth).abs(), truth.abs().max()
-    allowed = FP64 if gradient.dtype == torch.float64 else LOSS + _unit(gradient.dtype)
+    allowed = FP64 if computed == torch.float64 else LOSS + _unit(gradient.dtype)
     assert bool((error <= allowed * largest).all()), (
         f"an element of the gradient of token_weight is {error.max() / largest:.3e} off, allowed {allowed:.3e}"
     )
