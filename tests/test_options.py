@@ -14,6 +14,9 @@ from tolerance import assert_gradients, assert_loss
 
 from cce_dist import LinearCrossEntropyLoss, TokenStats, linear_cross_entropy, reference
 
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import strategies as st  # noqa: E402
+
 METHODS = ["recompute", "cached", "fused"]
 SINGLE = [(name,) for name in OPTIONS]
 PAIRS = [*combinations(OPTIONS, 2)]
@@ -167,6 +170,52 @@ def check_planned(device, names):
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)
 def test_as_planned(names) -> None:
     check_planned(torch.device("cpu"), names)
+
+
+@st.composite
+def calls(draw):
+    """(method, dtype, size, make_inputs's options, names of options, reduction, budget, kind of upstream gradient)"""
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]))
+    half = dtype in (torch.float16, torch.bfloat16)
+    # one rounding of few elements is near or far by chance
+    size = draw(st.integers(16 if half else 1, 40)), draw(st.integers(16 if half else 1, 40))
+    v = draw(st.one_of(st.sampled_from([64, 255, 257, 512]), st.integers(100 if half else 1, 600)))
+    bias, ignored = draw(st.sampled_from([False, True, -30.0])), draw(st.sampled_from([0.0, 0.3, 0.8, 1.1]))
+    made = {"bias": bias, "ignored": ignored, "spread": draw(st.sampled_from([0.01, 1.0, 8.0]))}
+    names = draw(st.lists(st.sampled_from(OPTIONS), unique=True, min_size=1))
+    reduction = draw(st.sampled_from(["mean", "sum", "none"]))
+    # exponentials that are kept in 16 bits have another promise
+    methods = ["recompute"] if half else [m for m in (None, *METHODS) if taken(m or "recompute", names)]
+    method = draw(st.sampled_from([m for m in methods if (m, reduction) != ("fused", "none")]))
+    budget = draw(st.sampled_from([None, "min", 1 << 24]))
+    kind = draw(st.sampled_from(["random", "negative", "strided", "expanded", "scale"]))
+    return method, dtype, (*size, v), made, names, reduction, budget, kind
+
+
+@hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@hypothesis.given(calls(), st.booleans())
+def test_any_call(call, seams) -> None:
+    method, dtype, size, made, names, reduction, budget, kind = call
+    inputs = spoil_ignored(make_inputs(*size, dtype, seed=sum(size), **made))
+    options = make_options(names, inputs, frozen=frozen_by(method)) | {"reduction": reduction}
+    shape = inputs.targets.shape if reduction == "none" else ()
+    match kind:
+        case "random":
+            upstream = upstream_for(shape, "cpu")
+        case "negative":
+            upstream = -upstream_for(shape, "cpu").abs()
+        case "strided":
+            upstream = upstream_for((*shape, 3), "cpu")[..., 1]
+        case "expanded":
+            upstream = torch.tensor(0.37).expand(shape)
+        case "scale":
+            upstream = torch.full(shape, 1024.0)
+    with forced_plan(**SEAMS[method] if seams and method else {}):
+        loss = loss_of(inputs, method=method, memory_budget=budget, **options)
+    assert_loss(loss.detach(), inputs, **options)
+    gradients = gradients_of(loss, inputs, options, upstream)
+    assert_gradients(gradients, inputs, upstream, **options)
+    assert (gradients[0][inputs.targets == IGNORED] == 0).all()
 
 
 def test_the_reference_is_torch_s_loss() -> None:

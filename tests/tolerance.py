@@ -129,7 +129,8 @@ def assert_gradients(
         assert gradient.dtype == tensor.dtype, f"the gradient of {name} is {gradient.dtype}, expected {tensor.dtype}"
         assert gradient.shape == tensor.shape, f"the gradient of {name} has the shape {tuple(gradient.shape)}"
         if name == "token_weight":
-            _assert_token_weight_gradient(gradient, truth[name], inputs.hidden.dtype)
+            fixed = _gradients_of(function, clean, upstream, torch.float64, _with_divisor(clean, options))
+            _assert_token_weight_gradient(gradient, truth[name], fixed[name].abs().max(), inputs.hidden.dtype)
         elif name == "logit_scale":
             terms = _scale_terms(function, clean, upstream, options)
             _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, inputs.hidden.dtype, yardstick)
@@ -196,11 +197,14 @@ def _assert_scale_gradient(
     assert error <= bound, f"the gradient of logit_scale is {error:.3e} off {truth:.3e}, allowed {bound:.3e}"
 
 
-def _assert_token_weight_gradient(gradient: torch.Tensor, truth: torch.Tensor, computed: torch.dtype) -> None:
-    error, largest = (gradient.double() - truth).abs(), truth.abs().max()
+def _assert_token_weight_gradient(
+    gradient: torch.Tensor, truth: torch.Tensor, size: torch.Tensor, computed: torch.dtype
+) -> None:
+    """``size``: the largest of the losses that it is made of."""
+    error = (gradient.double() - truth).abs()
     allowed = FP64 if computed == torch.float64 else LOSS + _unit(gradient.dtype)
-    assert bool((error <= allowed * largest).all()), (
-        f"an element of the gradient of token_weight is {error.max() / largest:.3e} off, allowed {allowed:.3e}"
+    assert bool((error <= allowed * size).all()), (
+        f"an element of the gradient of token_weight is {error.max() / size:.3e} off, allowed {allowed:.3e}"
     )
 
 
@@ -296,6 +300,18 @@ def _weights_of_tokens(inputs: Inputs, upstream: Upstream, options: Mapping[str,
         divisor = options.get("denominator")
         reduced = reduced / (weight.sum() if divisor is None else torch.as_tensor(divisor).to(device))
     return torch.autograd.grad(reduced, losses, *_like(upstream, reduced))[0]
+
+
+def _with_divisor(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A mean's divisor as a constant: with it, the gradient of token_weight is the losses. Without it, it is their
+    difference from the mean, whose error is still that of the losses."""
+    if options.get("reduction", "mean") != "mean" or options.get("denominator") is not None:
+        return dict(options)
+    valid = _valid(inputs, options)
+    weight = options["token_weight"].detach().flatten()[valid].double()
+    if options.get("class_weight") is not None:
+        weight = weight * options["class_weight"][inputs.targets.flatten()[valid].long()]
+    return {**options, "denominator": weight.sum()}
 
 
 def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
