@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, column_sums, panel_gradient
+from .kernels.logits import LogitMap
 from .kernels.product import hidden_gradient, weight_gradient
 from .kernels.rows import pack_order, packing, scale_rows, take_rows, unpacking
 from .kernels.runtime import SecondStream, cdiv, round_up, target_of
-from .kernels.statistics import TileStatistics, panel_statistics, sum_bits
+from .kernels.statistics import RowStatistics, TileStatistics, Wanted, panel_statistics, sum_bits
 from .kernels.target import ClassSums, class_sums, drop_targets, target_logits, target_rows
+from .objective import Coefficients, Objective
 from .parallel.collectives import all_reduce, gather_slices, rank_and_size, scatter_sums
 from .parallel.merge import merge_statistics
 from .parallel.shard import VocabShard
@@ -45,6 +47,33 @@ class LossOptions:
     # tokens of each rank's slice of the hidden states; None where every rank has all of them
     slices: tuple[int, ...] | None = None
     main_grad: MainGrad | None = None
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    # whether statistics are asked for beside the loss, and the entropy as a result that is differentiated
+    stats: bool = False
+    entropy: bool = False
+
+
+class LossInputs(NamedTuple):
+    """The tensors of a call, as the Functions take them.
+
+    | tensor | shape | dtype | gradient |
+    |---|---|---|---|
+    | hidden | [N, D] | fp32, bf16, fp16, fp64 | yes |
+    | weight | [V, D] | hidden's | yes |
+    | bias | [V] or None | hidden's | yes |
+    | logit_scale | [] or None | fp32 (fp64 for fp64) | yes |
+    | targets | [N] | int64 | |
+    | class_weight | [vocab_size] or None | fp32 (fp64 for fp64) | |
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    logit_scale: torch.Tensor | None
+    targets: torch.Tensor
+    class_weight: torch.Tensor | None = None
 
 
 @dataclass
@@ -53,7 +82,10 @@ class _Operands:
 
     hidden: Callable[[], torch.Tensor] | None
     c: torch.Tensor
-    bias: torch.Tensor | None
+    logits: LogitMap
+    objective: Objective
+    # of this rank's classes, where the loss takes all logits
+    class_weight: torch.Tensor | None
     ids: torch.Tensor
     order: torch.Tensor
     count: torch.Tensor
@@ -66,24 +98,29 @@ class _Operands:
     @classmethod
     def start(
         cls,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        inputs: LossInputs,
         options: LossOptions,
         *,
-        targets: torch.Tensor | None = None,
         places: tuple[torch.Tensor, ...] = (),
         whole: torch.Tensor | None = None,
         keep: bool = False,
     ) -> _Operands:
-        """From ``targets``, or from the ``places`` that they came to. The ranks' slices of the hidden states are on
+        """From the targets, or from the ``places`` that they came to. The ranks' slices of the hidden states are on
         their way until ``e`` is asked for, unless they came before and were kept as ``whole``."""
+        hidden, weight, bias, scale, targets, class_weight = inputs
         shard, gathered = options.shard, lambda: hidden if whole is None else whole
         if options.slices is not None and whole is None:
             gathered = gather_slices(hidden, options.slices, shard.group)  # collective
-        ids, order, count = places if targets is None else pack_order(targets, options.ignore_index)
-        bias = None if bias is None else bias[: shard.classes]
-        return cls(gathered, weight[: shard.classes], bias, ids, order, count, options, keep)
+        ids, order, count = places or pack_order(targets, options.ignore_index)
+        logits = LogitMap(None if bias is None else bias[: shard.classes], scale, options.softcap)
+        objective = Objective(shard.vocab_size, options.label_smoothing, options.z_loss, class_weight)
+        local = None
+        if options.label_smoothing:
+            rows = slice(shard.start, shard.start + shard.classes)
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            local = weight.new_ones(shard.classes, dtype=wide) if class_weight is None else class_weight[rows]
+        c = weight[: shard.classes]
+        return cls(gathered, c, logits, objective, local, ids, order, count, options, keep)
 
     @functools.cached_property
     def e(self) -> torch.Tensor:
@@ -124,138 +161,203 @@ class _Operands:
     def live(self, rows: slice) -> torch.Tensor:
         return torch.arange(rows.start, rows.stop, device=self.c.device) < self.count
 
-    def in_order(self, losses: torch.Tensor) -> torch.Tensor:
-        """Packed rows' losses -> the tokens', 0 for ignored ones."""
+    @property
+    def wanted(self) -> Wanted:
+        stats, entropy = self.options.stats, self.options.entropy
+        return Wanted(self.class_weight, stats or entropy, stats)
+
+    def in_order(self, rows: torch.Tensor, ignored: int = 0) -> torch.Tensor:
+        """Packed rows' values -> the tokens', ``ignored`` for ignored ones."""
         n = len(self.order)
-        losses = torch.where(self.live(slice(0, n)), losses[:n], 0)
-        return torch.empty_like(losses).scatter_(0, self.order, losses)
+        rows = torch.where(self.live(slice(0, n)), rows[:n], ignored)
+        return torch.empty_like(rows).scatter_(0, self.order, rows)
+
+    def packed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens' values -> packed rows', 0 where there is no token."""
+        n = len(self.order)
+        rows = torch.where(self.live(slice(0, n)), tokens[self.order].to(self.wide), 0)
+        return torch.nn.functional.pad(rows, (0, self.num_rows - n))
+
+    def no_rows(self) -> RowStatistics:
+        """Statistics where there is no row."""
+        none, wanted = torch.zeros(0, dtype=self.wide, device=self.c.device), self.wanted
+        total = None if wanted.class_weight is None else none.double()
+        return RowStatistics(
+            none, none, none, none if wanted.entropy else None, total, none.long() if wanted.argmax else None
+        )
+
+
+class TokenValues(NamedTuple):
+    """What is known of each token, [N]; 0 for ignored ones, of ``argmax`` -1. None where it was not asked for."""
+
+    loss: torch.Tensor
+    nll: torch.Tensor | None  # lse minus the target's logit
+    lse: torch.Tensor | None
+    entropy: torch.Tensor | None
+    argmax: torch.Tensor | None
+
+    def stats(self) -> tuple[torch.Tensor, ...]:
+        """The normaliser, the target's log-probability, the entropy and the largest class."""
+        assert self.nll is not None
+        assert self.lse is not None
+        assert self.entropy is not None
+        assert self.argmax is not None
+        return self.lse, -self.nll, self.entropy, self.argmax
+
+    @classmethod
+    def of(cls, rows: RowStatistics, loss: torch.Tensor, these: _Operands) -> TokenValues:
+        stats = these.options.stats
+        return cls(
+            these.in_order(loss),
+            these.in_order(rows.loss) if stats else None,
+            these.in_order(rows.row_max + rows.log_sum) if stats else None,
+            None if rows.entropy is None else these.in_order(rows.entropy),
+            None if rows.argmax is None else these.in_order(rows.argmax, -1),
+        )
 
 
 class TokenLosses(torch.autograd.Function):
-    """The loss of each token, by the methods ``recompute`` and ``cached``.
+    """The loss of each token and what else is asked for, by the methods ``recompute`` and ``cached``.
 
-    | tensor | shape | dtype |
-    |---|---|---|
-    | hidden | [N, D] | fp32, bf16, fp16, fp64 |
-    | weight | [V, D] | hidden's |
-    | bias | [V] or None | hidden's |
-    | targets | [N] | int64 |
-    | losses | [N] | fp32 (fp64 for fp64) |
+    :class:`LossInputs` and :class:`LossOptions` -> :class:`TokenValues`, of which ``loss`` and ``entropy`` are
+    differentiable.
 
-    Forward: ``loss = lse - z`` with ``x = E C^T + b``, ``lse`` the log of the sum of ``exp(x)`` over the whole
-    vocabulary and ``z`` the target's logit; 0 for an ignored token. Backward, with ``g`` the upstream gradient:
-    ``dx = (exp(x - lse) - onehot) g``, ``dE = dx C`` summed over ranks, ``dC = dx^T E``, ``db`` the sum of ``dx``
-    over tokens, a panel of columns at a time. ``cached`` keeps ``P = exp(x - r)`` of the first columns, for a
-    reference ``r`` of each row: there ``softmax = P exp(r - lse)``, and the targets' terms are taken apart.
-    Collectives: two small ones a chunk of tokens in ``merge_statistics``, for ``cached`` one of the references, one
-    of dE in backward.
+    Forward: ``loss`` of :class:`Objective`, in the plain case ``lse - z``, with ``x`` the logits of
+    :class:`~cce_dist.kernels.logits.LogitMap`, ``lse`` the log of the sum of ``exp(x)`` over the whole vocabulary and
+    ``z`` the target's logit. Backward, with ``g`` the upstream gradient and in the plain case: ``dx = (exp(x - lse) -
+    onehot) g``, ``dE = s dx C`` summed over ranks, ``dC = s dx^T E``, ``db`` the sum of ``s dx`` over tokens, for a
+    scale ``s`` of the logits, ``ds`` the sum of ``dx (E C^T + b)`` over everything; a panel of columns at a time.
+    ``cached`` keeps ``P = exp(x - r)`` of the first columns, for a reference ``r`` of each row: there ``softmax =
+    P exp(r - lse)``, and what else ``dx`` has is taken apart. Collectives: two or three small ones a chunk of tokens
+    in ``merge_statistics``, for ``cached`` one of the references, one of dE in backward, one of ds.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        options: LossOptions,
-    ) -> torch.Tensor:
-        keep = not ctx.needs_input_grad[0]
-        these = _Operands.start(hidden, weight, bias, options, targets=targets, keep=keep)  # collective
+    def forward(ctx: Any, *arguments: Any) -> TokenValues:
+        inputs, options = LossInputs(*arguments[:-1]), arguments[-1]
+        these = _Operands.start(inputs, options, keep=not ctx.needs_input_grad[0])  # collective
         panel = reference = None
         if options.plan.method == "cached":
             # the plan is that of an even share of the vocabulary: a larger one keeps whole tiles of it
             kept = options.plan.kept
             kept = len(these.c) if kept >= len(these.c) else kept // TILE_V * TILE_V
             panel, reference = _panel_memory(these.c, these.num_rows, kept), _references(these)
-        logit = torch.zeros(these.num_rows, dtype=these.wide, device=hidden.device)
+        logit = torch.zeros(these.num_rows, dtype=these.wide, device=these.c.device)
         bits, parts = sum_bits(options.shard.vocab_size), []
-        for rows in these.chunks(these.statistics_chunk()):
-            statistics = _statistics(these, rows, logit, None if panel is None else panel[rows], reference)
+        for chunk in these.chunks(these.statistics_chunk()):
+            statistics = _statistics(these, chunk, logit, None if panel is None else panel[chunk], reference)
             parts.append(merge_statistics(statistics, bits, options.shard.group))  # collectives
-        row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
-        ctx.save_for_backward(
-            hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, panel, reference,
-            these.whole,
-        )  # fmt: skip
-        ctx.options = options
-        return these.in_order(loss)
+        rows = RowStatistics.cat(parts) if parts else these.no_rows()
+        loss = these.objective.loss(rows, these.ids)
+        _save(ctx, inputs, these, rows, panel, reference)
+        values = TokenValues.of(rows, loss, these)
+        fixed = [values.nll, values.lse, values.argmax, None if options.entropy else values.entropy]
+        ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
+        ctx.set_materialize_grads(False)
+        return values
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
-            gradients = _gradients(ctx, grad_losses)
-        return _undifferentiable(*gradients, None, None)
+            gradients = _gradients(ctx, grads[0], grads[3])
+        return _undifferentiable(*gradients, None, None, None)
 
 
 class TotalLoss(torch.autograd.Function):
     """The sum of the tokens' losses, by the method ``fused``: both gradients are made in forward, for an upstream
     gradient of 1, a chunk of tokens at a time in three products.
 
-    | tensor | shape | dtype |
-    |---|---|---|
-    | hidden, weight, bias, targets | as for TokenLosses | fp32, bf16, fp64 |
-    | total | [] | fp64 |
+    :class:`LossInputs`, the tokens' weights [N] or None, and :class:`LossOptions` -> the total [] fp64, and
+    :class:`TokenValues`, which are not differentiable.
 
-    Forward: ``P = exp(x - r)`` of a chunk, ``r`` a reference of each row, its targets' entries zero. With
-    ``s = exp(r - lse)``: ``dE = s (P C) + (p_t - 1) C_t``, and ``dC`` the sum over chunks of ``P^T (s E)`` and over
-    the tokens of a class of ``(p_t - 1) E``. Backward multiplies by the upstream gradient ``g``: in the last chunk's
-    product for dC and in the last rounding of dE. A second backward computes as ``recompute``. Collectives: one of
-    the references, two small ones a chunk in ``merge_statistics``, one a chunk of its dE.
+    Forward: ``P = exp(x - r)`` of a chunk, ``r`` a reference of each row, its targets' entries zero. In the plain
+    case, with ``q = exp(r - lse)``: ``dE = q (P C) + (p_t - 1) C_t``, and ``dC`` the sum over chunks of ``P^T (q E)``
+    and over the tokens of a class of ``(p_t - 1) E``. Backward multiplies by the upstream gradient ``g``: in the last
+    chunk's product for dC and in the last rounding of dE. A second backward computes as ``recompute``. Collectives:
+    one of the references, two or three small ones a chunk in ``merge_statistics``, one a chunk of its dE, one of ds.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        options: LossOptions,
-    ) -> torch.Tensor:
-        keep = not ctx.needs_input_grad[0]
-        these = _Operands.start(hidden, weight, bias, options, targets=targets, keep=keep)  # collective
-        pending = _Pending(these, weight, ctx.needs_input_grad[:3])
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor | None, ...]:
+        inputs, token_weight, options = LossInputs(*arguments[:-2]), arguments[-2], arguments[-1]
+        these = _Operands.start(inputs, options, keep=not ctx.needs_input_grad[0])  # collective
+        pending = _Pending(these, inputs.weight, ctx.needs_input_grad[:4], token_weight)
         reference = _references(these)
-        logit = torch.zeros(these.num_rows, dtype=these.wide, device=hidden.device)
-        bits, parts, second = sum_bits(options.shard.vocab_size), [], SecondStream(hidden.device)
-        for rows in these.chunks(options.plan.chunk):
-            panel = pending.panel(rows)
-            statistics = _statistics(these, rows, logit, panel, reference)
+        logit = torch.zeros(these.num_rows, dtype=these.wide, device=these.c.device)
+        bits, parts, second = sum_bits(options.shard.vocab_size), [], SecondStream(these.c.device)
+        for chunk in these.chunks(options.plan.chunk):
+            panel = pending.panel(chunk)
+            statistics = _statistics(these, chunk, logit, panel, reference)
             # the row's normaliser is not needed: it is found beside the product's last tiles
             with second.beside():
-                pending.add_hidden(rows, panel)
+                pending.add_hidden(chunk, panel)
             parts.append(merge_statistics(statistics, bits, options.shard.group))  # collectives
             second.join()
-            pending.normalise(rows, panel, reference, *parts[-1])
-        row_max, log_sum, loss = (torch.cat(part) for part in zip(*parts, strict=True)) if parts else 3 * [logit]
-        ctx.save_for_backward(
-            hidden, weight, bias, these.ids, these.order, these.count, row_max, log_sum, loss, None, None, these.whole
-        )
-        ctx.options, ctx.pending = options, pending
-        return these.in_order(loss).sum(dtype=torch.float64)
+            pending.normalise(chunk, panel, reference, parts[-1])
+        rows = RowStatistics.cat(parts) if parts else these.no_rows()
+        loss = these.objective.loss(rows, these.ids)
+        _save(ctx, inputs, these, rows, None, None, token_weight)
+        ctx.pending = pending
+        values = TokenValues.of(rows, loss, these)
+        ctx.mark_non_differentiable(*(x for x in values if x is not None))
+        losses = values.loss if token_weight is None else values.loss * token_weight
+        return losses.sum(dtype=torch.float64), *values
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
             # raises where an input has been written to since
-            order = ctx.saved_tensors[4]
+            order, token_weight = ctx.saved_tensors[7], ctx.saved_tensors[-1]
             pending, ctx.pending = ctx.pending, None
-            gradients = pending.finish(grad) if pending else _gradients(ctx, grad.expand(len(order)))
-        return _undifferentiable(*gradients, None, None)
+            if pending:
+                gradients = pending.finish(grad)
+            else:
+                grads = grad.expand(len(order))
+                gradients = _gradients(ctx, grads if token_weight is None else grads * token_weight, None)
+        return _undifferentiable(*gradients, None, None, None, None)
+
+
+def _save(
+    ctx: Any,
+    inputs: LossInputs,
+    these: _Operands,
+    rows: RowStatistics,
+    panel: torch.Tensor | None,
+    reference: torch.Tensor | None,
+    token_weight: torch.Tensor | None = None,
+) -> None:
+    """For :func:`_gradients`. The targets are saved as their places."""
+    entropy = rows.entropy if these.options.entropy else None
+    ctx.save_for_backward(
+        *inputs[:4], inputs.class_weight, these.whole, these.ids, these.order, these.count, rows.row_max,
+        rows.log_sum, rows.loss, entropy, panel, reference, token_weight,
+    )  # fmt: skip
+    ctx.options = these.options
 
 
 class _HiddenGradient:
     """dE: each rank's share, in fp32 and in the order of the packed rows, then its sum over the ranks."""
 
-    def __init__(self, these: _Operands) -> None:
-        self.options, self.dtype = these.options, these.c.dtype
+    def __init__(self, these: _Operands, needed: bool) -> None:
+        # where only the scale of the logits asks for it, its sum is nobody's
+        self.options, self.dtype, self.needed = these.options, these.c.dtype, needed
         self.index = unpacking(these.ids, these.order)
         self.packed = torch.empty(these.num_rows, these.c.shape[1], dtype=these.wide, device=these.c.device)
         self.reductions: list[dist.Work | None] = []
 
+    def dots(self, these: _Operands, rows: slice) -> torch.Tensor:
+        """The sum over the share's rows of their products with the hidden states, [] fp64."""
+        total, step = torch.zeros((), dtype=torch.float64, device=self.packed.device), 256
+        for start in range(rows.start, rows.stop, step):
+            block = slice(start, min(start + step, rows.stop))
+            products = self.packed[block] * these.e[block]
+            total += torch.where(these.live(block)[:, None], products, 0).sum(dtype=torch.float64)
+        return total
+
     def reduce(self, rows: slice) -> None:
         """Starts the sum of the share's rows, of all of them where the ranks have slices."""
+        if not self.needed:
+            return
         group, slices = self.options.shard.group, self.options.slices
         if slices is None:
             self.reductions.append(all_reduce(self.packed[rows], group, async_op=True))  # collective
@@ -269,26 +371,91 @@ class _HiddenGradient:
         rank, _ = rank_and_size(group)
         self.index = torch.arange(slices[rank], device=index.device)
 
-    def finish(self, scale: torch.Tensor) -> torch.Tensor:
+    def finish(self, scale: torch.Tensor) -> torch.Tensor | None:
         """The sum times ``scale``, rounded once, in the order of the tokens."""
+        if not self.needed:
+            return None
         for work in self.reductions:
             if work is not None:
                 work.wait()
         return take_rows(self.packed, self.index, scale=scale, dtype=self.dtype)
 
 
+class _Gradients:
+    """Where the gradients of hidden states, weight, bias and the logits' scale grow: in fp32, the weight's dtype,
+    fp32 and fp64, all by the scaled product. None where it is not asked for."""
+
+    def __init__(self, these: _Operands, weight: torch.Tensor, needs: Sequence[bool]) -> None:
+        needs_hidden, needs_weight, self.needs_bias, needs_scale = needs
+        self.these, self.dtype = these, weight.dtype
+        main_grad, self.weight = these.options.main_grad, None
+        if needs_weight and main_grad is not None:
+            self.weight = main_grad.tensor
+        elif needs_weight:
+            self.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            # padding, and everything where there is no token
+            self.weight[len(these.c) if these.num_rows else 0 :] = 0
+        biased = self.needs_bias or (needs_scale and these.logits.bias is not None)
+        self.bias = torch.zeros(len(weight), dtype=these.wide, device=weight.device) if biased else None
+        # the scale's comes of the others
+        self.hidden = _HiddenGradient(these, needs_hidden) if needs_hidden or needs_scale else None
+        self.scale = torch.zeros((), dtype=torch.float64, device=weight.device) if needs_scale else None
+
+    def add_scale(self, rows: slice) -> None:
+        """Adds to the scale's gradient what rows of the hidden states' share say, before these are reduced."""
+        if self.scale is not None:
+            assert self.hidden is not None
+            self.scale += self.hidden.dots(self.these, rows)
+
+    def finish(self, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Those of hidden, weight, bias and scale, times ``factor`` and the logits' scale, which the weight's has."""
+        these, logits = self.these, self.these.logits
+        # before the results take their place
+        these.drop()
+        scaled = factor if logits.scale is None else factor * logits.scale
+        hidden = None if self.hidden is None else self.hidden.finish(scaled)
+        scale = None
+        if self.scale is not None:
+            if logits.bias is not None:
+                assert self.bias is not None
+                self.scale += torch.dot(self.bias[: len(these.c)].double(), logits.bias.double())
+            all_reduce(self.scale, these.shard.group)  # collective
+            scale = (self.scale * factor).to(these.wide)
+        bias = (self.bias * scaled).to(self.dtype) if self.bias is not None and self.needs_bias else None
+        return hidden, self._returned(), bias, scale
+
+    def _returned(self) -> torch.Tensor | None:
+        """What backward returns as the classifier's gradient: nothing where it has grown in the parameter's."""
+        main_grad = self.these.options.main_grad
+        if main_grad is None or self.weight is None:
+            return self.weight
+        main_grad.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return None
+
+
 class _Pending:
     """Gradients on their way from forward to backward, for an upstream gradient of 1."""
 
-    def __init__(self, these: _Operands, weight: torch.Tensor, needs: tuple[bool, bool, bool]) -> None:
+    def __init__(
+        self, these: _Operands, weight: torch.Tensor, needs: Sequence[bool], token_weight: torch.Tensor | None
+    ) -> None:
         wide, chunk = these.wide, these.options.plan.chunk
-        self.these, self.dtype = these, weight.dtype
+        self.these = these
         self.one = torch.ones((), dtype=wide, device=weight.device)
-        self.d_hidden, self.d_weight, self.d_bias = _gradient_memory(these, weight, needs)
-        self.low = None
-        if self.d_weight is not None and these.num_rows > chunk and self.d_weight.dtype != wide:
+        if token_weight is None:
+            token_weight = self.one.expand(len(these.order))
+        self.token_weight = these.packed(token_weight)
+        self.gradients = _Gradients(these, weight, needs)
+        d_weight, self.low = self.gradients.weight, None
+        if d_weight is not None and these.num_rows > chunk and d_weight.dtype != wide:
             self.low = torch.empty(these.c.shape, dtype=torch.int16, device=weight.device)
         self.buffer: torch.Tensor | None = _panel_memory(these.c, min(chunk, these.num_rows), len(these.c))
+        # the sums over classes and over tokens that smoothing adds, each with its factor of the other side
+        self.over_classes = self.over_tokens = None
+        if these.class_weight is not None:
+            self.over_classes = _weighted_sum(these.c, these.class_weight)
+            uniform = these.objective.uniform(self.token_weight)
+            self.over_tokens = these.class_weight, _weighted_sum(these.e, uniform)
         # what the last chunk's product for the classifier needs
         self.last: tuple[slice, torch.Tensor, ClassSums | None] | None = None
 
@@ -296,91 +463,63 @@ class _Pending:
         assert self.buffer is not None
         return self.buffer[: rows.stop - rows.start]
 
-    def add_hidden(self, rows: slice, panel: torch.Tensor) -> None:
-        if self.d_hidden is not None:
-            c, count, packed = self.these.c, self.these.count, self.d_hidden.packed
-            hidden_gradient(panel, c, count, packed[rows], v0=0, row0=rows.start, add=False)
+    def add_hidden(self, chunk: slice, panel: torch.Tensor) -> None:
+        if self.gradients.hidden is not None:
+            packed = self.gradients.hidden.packed[chunk]
+            hidden_gradient(panel, self.these.c, self.these.count, packed, v0=0, row0=chunk.start, add=False)
 
-    def normalise(
-        self,
-        rows: slice,
-        panel: torch.Tensor,
-        reference: torch.Tensor,
-        row_max: torch.Tensor,
-        log_sum: torch.Tensor,
-        loss: torch.Tensor,
-    ) -> None:
-        these = self.these
-        e, ids, count, col0 = these.e[rows], these.ids[rows], these.count, these.shard.start
-        live = these.live(rows)
-        factor = torch.where(live, _softmax_scale(reference[rows], row_max, log_sum), 0)
-        entry = torch.where(live, torch.expm1(-loss), 0)
-        if self.d_hidden is not None:
-            target_rows(these.c, ids, entry, self.d_hidden.packed[rows], col0=col0, scale=factor)
+    def normalise(self, chunk: slice, panel: torch.Tensor, reference: torch.Tensor, rows: RowStatistics) -> None:
+        these, gradients = self.these, self.gradients
+        e, ids, count, col0 = these.e[chunk], these.ids[chunk], these.count, these.shard.start
+        state = these.objective.coefficients(rows, ids, self.token_weight[chunk], these.logits)
+        factor = torch.where(state.factor == 0, 0, state.factor * _softmax_scale(reference[chunk], rows))
+        if gradients.hidden is not None:
+            uniform = None
+            if self.over_classes is not None and state.uniform is not None:
+                uniform = state.uniform, self.over_classes
+            packed = gradients.hidden.packed[chunk]
+            target_rows(these.c, ids, state.entry, packed, col0=col0, scale=factor, uniform=uniform)
+            gradients.add_scale(chunk)
             if these.options.slices is None:
                 # under the products that follow
-                self.d_hidden.reduce(rows)  # collective
-        if self.d_bias is not None:
-            _add_bias_gradient(self.d_bias[: len(these.c)], panel, factor, ids, entry, count, col0, rows.start)
-        if self.d_weight is not None:
-            sums = class_sums(e, ids, entry, count, len(these.c), col0=col0, row0=rows.start)
+                gradients.hidden.reduce(chunk)  # collective
+        if gradients.bias is not None:
+            d_bias = gradients.bias[: len(these.c)]
+            _add_bias_gradient(d_bias, panel, factor, ids, state, count, these, chunk.start)
+        if gradients.weight is not None:
+            sums = class_sums(e, ids, state.entry, count, len(these.c), col0=col0, row0=chunk.start)
             scale_rows(e, factor)
-            if rows.stop == these.num_rows:
-                self.last = rows, panel, sums
+            if chunk.stop == these.num_rows:
+                self.last = chunk, panel, sums
             else:
-                self.add_weight(rows, panel, sums, self.one, last=False)
-        elif rows.stop == these.num_rows:
+                self.add_weight(chunk, panel, sums, self.one, last=False)
+        elif chunk.stop == these.num_rows:
             self.buffer = None
 
     def add_weight(
-        self, rows: slice, panel: torch.Tensor, sums: ClassSums | None, scale: torch.Tensor, *, last: bool
+        self, chunk: slice, panel: torch.Tensor, sums: ClassSums | None, scale: torch.Tensor, *, last: bool
     ) -> None:
-        these = self.these
-        assert self.d_weight is not None
+        these, d_weight = self.these, self.gradients.weight
+        assert d_weight is not None
         weight_gradient(
-            panel, these.e[rows], these.count, scale, self.d_weight[: len(these.c)], row0=rows.start, sums=sums,
-            low=self.low, add=rows.start > 0, last=last, beside_collective=these.shard.group is not None,
+            panel, these.e[chunk], these.count, scale, d_weight[: len(these.c)], row0=chunk.start, sums=sums,
+            uniform=self.over_tokens if last else None, low=self.low, add=chunk.start > 0, last=last,
+            beside_collective=these.shard.group is not None,
         )  # fmt: skip
 
-    def finish(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of hidden, weight and bias for the upstream gradient ``grad`` []."""
-        these = self.these
-        scale = grad.to(these.wide)
-        if self.d_hidden is not None and these.options.slices is not None:
+    def finish(self, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of hidden, weight, bias and scale for the upstream gradient ``grad`` []."""
+        these, hidden = self.these, self.gradients.hidden
+        factor = grad.to(these.wide)
+        if hidden is not None and these.options.slices is not None:
             # under the product that is left
-            self.d_hidden.reduce(slice(0, these.num_rows))  # collective
+            hidden.reduce(slice(0, these.num_rows))  # collective
         if self.last is not None:
-            self.add_weight(*self.last, scale, last=True)
+            scaled = factor if these.logits.scale is None else factor * these.logits.scale
+            self.add_weight(*self.last, scaled, last=True)
         # before the results take their place
         self.last = self.buffer = self.low = None
-        these.drop()
-        d_hidden = None if self.d_hidden is None else self.d_hidden.finish(scale)
-        return d_hidden, self.d_weight, None if self.d_bias is None else (self.d_bias * scale).to(self.dtype)
-
-
-def _gradient_memory(
-    these: _Operands, weight: torch.Tensor, needs: tuple[bool, bool, bool]
-) -> tuple[_HiddenGradient | None, torch.Tensor | None, torch.Tensor | None]:
-    """Where the gradients of hidden states, weight and bias grow: in fp32, the weight's dtype, fp32."""
-    needs_hidden, needs_weight, needs_bias = needs
-    main_grad, d_weight = these.options.main_grad, None
-    if needs_weight and main_grad is not None:
-        d_weight = main_grad.tensor
-    elif needs_weight:
-        d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        # padding, and everything where there is no token
-        d_weight[len(these.c) if these.num_rows else 0 :] = 0
-    d_bias = torch.zeros(len(weight), dtype=these.wide, device=weight.device) if needs_bias else None
-    return _HiddenGradient(these) if needs_hidden else None, d_weight, d_bias
-
-
-def _returned(these: _Operands, d_weight: torch.Tensor | None) -> torch.Tensor | None:
-    """What backward returns as the classifier's gradient: nothing where it has grown in the parameter's."""
-    main_grad = these.options.main_grad
-    if main_grad is None or d_weight is None:
-        return d_weight
-    main_grad.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return None
+        return self.gradients.finish(factor)
 
 
 def _panel_memory(e: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -390,15 +529,23 @@ def _panel_memory(e: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def _references(these: _Operands) -> torch.Tensor:
     """A reference for the exponentials of each row: near its target's logit."""
-    reference = target_logits(these.e, these.c, these.bias, these.ids, col0=these.shard.start)
+    reference = target_logits(these.e, these.c, these.logits, these.ids, col0=these.shard.start)
     all_reduce(reference, these.shard.group)  # collective
     return reference
 
 
-def _softmax_scale(reference: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
+def _softmax_scale(reference: torch.Tensor, rows: RowStatistics) -> torch.Tensor:
     """``exp(reference - lse)``: what is left to multiply the exponentials of a row with. In fp64, since the rounding
     of the difference would be that of the whole row."""
-    return torch.exp(reference.double() - row_max.double() - log_sum.double()).to(reference.dtype)
+    return torch.exp(reference.double() - rows.row_max.double() - rows.log_sum.double()).to(reference.dtype)
+
+
+def _weighted_sum(matrix: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``weight @ matrix``, in fp32: [n], [n, D] -> [D]."""
+    out = torch.zeros(matrix.shape[1], dtype=weight.dtype, device=matrix.device)
+    count = torch.full((), len(matrix), device=matrix.device)
+    column_sums(matrix, weight, count, out)
+    return out
 
 
 def _statistics(
@@ -412,8 +559,8 @@ def _statistics(
 
     def run(count: torch.Tensor, out: TileStatistics | None) -> TileStatistics:
         return panel_statistics(
-            these.e, these.c, these.bias, these.ids, count, logit, rows=(rows.start, rows.stop),
-            col0=these.shard.start, panel=panel, reference=reference, out=out,
+            these.e, these.c, these.logits, these.ids, count, logit, rows=(rows.start, rows.stop),
+            col0=these.shard.start, wanted=these.wanted, panel=panel, reference=reference, out=out,
         )  # fmt: skip
 
     statistics = run(these.count, None)
@@ -432,59 +579,73 @@ def _add_bias_gradient(
     panel: torch.Tensor,
     factor: torch.Tensor,
     ids: torch.Tensor,
-    entry: torch.Tensor,
+    state: Coefficients,
     count: torch.Tensor,
-    col0: int,
+    these: _Operands,
     row0: int = 0,
 ) -> None:
-    """Adds the sums over tokens of ``factor panel`` and of the targets' ``entry``, unscaled, in fp32."""
+    """Adds the sums over tokens of ``factor panel``, of the targets' entries, unscaled, and of what is uniform, in
+    fp32."""
     column_sums(panel, factor, count, out, row0=row0)
     ones = torch.ones(len(ids), 1, dtype=panel.dtype, device=panel.device)
-    sums = class_sums(ones, ids, entry, count, panel.shape[1], col0=col0, row0=row0)
+    sums = class_sums(ones, ids, state.entry, count, panel.shape[1], col0=these.shard.start, row0=row0)
     if sums is not None and sums.rows is not None and len(ids):
         out += torch.where(sums.first >= 0, sums.rows[sums.first.clamp(min=0).long(), 0], 0)
+    if state.uniform is not None and these.class_weight is not None:
+        out += these.class_weight[: len(out)] * state.uniform.sum()
 
 
 def _gradients(
-    ctx: Any, grad_losses: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The second pass: the gradients of hidden, weight and bias from what forward saved."""
-    hidden, weight, bias, ids, order, count, row_max, log_sum, loss, kept, reference, whole = ctx.saved_tensors
-    these = _Operands.start(hidden, weight, bias, ctx.options, places=(ids, order, count), whole=whole)  # collective
-    dtype, wide = weight.dtype, these.wide
-    grad = torch.where(these.live(slice(0, len(order))), grad_losses.to(wide)[order], 0)
-    grad, scale = _normalise(torch.nn.functional.pad(grad, (0, these.num_rows - len(grad))), dtype)
-    entry = torch.where(grad == 0, 0, torch.expm1(-loss) * grad)
+    ctx: Any, grad_losses: torch.Tensor | None, grad_entropy: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """The second pass: the gradients of hidden, weight, bias and scale from what forward saved."""
+    (
+        hidden, weight, bias, logit_scale, class_weight, whole, ids, order, count, row_max, log_sum, loss, entropy,
+        kept, reference, _,
+    ) = ctx.saved_tensors  # fmt: skip
+    inputs = LossInputs(hidden, weight, bias, logit_scale, order, class_weight)
+    these = _Operands.start(inputs, ctx.options, places=(ids, order, count), whole=whole)  # collective
+    rows = RowStatistics(row_max, log_sum, loss, entropy)
+    if grad_losses is None:
+        grad_losses = torch.zeros(len(order), dtype=these.wide, device=weight.device)
+    grad_entropy = None if entropy is None or grad_entropy is None else these.packed(grad_entropy)
+    coefficients = these.objective.coefficients(rows, ids, these.packed(grad_losses), these.logits, grad_entropy)
+    coefficients, factor = _normalise(coefficients, weight.dtype)
+    scale = factor if logit_scale is None else factor * logit_scale
+    dtype, wide, kept_columns = weight.dtype, these.wide, 0 if kept is None else kept.shape[1]
+    # the target's entry in a panel has all of it
+    entry = coefficients.entry
+    if coefficients.uniform is not None:
+        own = coefficients.uniform * these.objective.weights(ids)
+        entry = (entry + (own if coefficients.target_slope is None else own * coefficients.target_slope)).to(wide)
     residual = entry - entry.to(dtype)
     if kept is not None:
         # the kept columns have none of it
         local = ids - these.shard.start
-        apart = (local >= 0) & (local < kept.shape[1])
-        entry, residual = torch.where(apart, 0, entry), torch.where(apart, entry, residual)
-    state = RowState(ids, row_max, log_sum, grad, entry, None if dtype == wide and kept is None else residual)
-
-    d_hidden, d_weight, d_bias = _gradient_memory(these, weight, ctx.needs_input_grad[:3])
-    factor = None
+        apart = (local >= 0) & (local < kept_columns)
+        entry, residual = torch.where(apart, 0, entry), torch.where(apart, coefficients.entry, residual)
+    state = RowState(
+        ids, row_max, log_sum, coefficients.factor, entry, None if dtype == wide and kept is None else residual,
+        coefficients.log_factor, coefficients.uniform, these.class_weight,
+    )  # fmt: skip
+    gradients = _Gradients(these, weight, ctx.needs_input_grad[:4])
+    kept_factor = None
     if kept is not None:
-        factor = torch.where(grad == 0, 0, grad * _softmax_scale(reference, row_max, log_sum))
-    _walk_panels(these, state, scale, d_hidden, d_weight, d_bias, kept, factor)
-    # before the result takes its place
-    these.drop()
-    d_states = None if d_hidden is None else d_hidden.finish(scale)
-    return d_states, _returned(these, d_weight), None if d_bias is None else (d_bias * scale).to(weight.dtype)
+        kept_factor = torch.where(state.factor == 0, 0, state.factor * _softmax_scale(reference, rows))
+    _walk_panels(these, state, scale, gradients, kept, kept_factor)
+    return gradients.finish(factor)
 
 
 def _walk_panels(
     these: _Operands,
     state: RowState,
     scale: torch.Tensor,
-    d_hidden: _HiddenGradient | None,
-    d_weight: torch.Tensor | None,
-    d_bias: torch.Tensor | None,
+    gradients: _Gradients,
     kept: torch.Tensor | None,
     factor: torch.Tensor | None,
 ) -> None:
-    """Fills the gradients a panel of columns at a time, and starts the reduction of ``d_hidden``."""
+    """Fills the gradients a panel of columns at a time, and starts the reduction of that of the hidden states."""
+    d_hidden, d_weight, d_bias = gradients.hidden, gradients.weight, gradients.bias
     c, count, col0, plan, group = these.c, these.count, these.shard.start, these.options.plan, these.shard.group
     num_v, start = len(c), 0 if kept is None else kept.shape[1]
     reducing, grow = False, these.options.main_grad is not None
@@ -492,7 +653,10 @@ def _walk_panels(
         if kept is not None:
             # slices of the hidden states may still be on their way
             hidden_gradient(kept, c, count, d_hidden.packed, v0=0, add=False)
-        target_rows(c, state.targets, state.residual, d_hidden.packed, col0=col0, scale=factor)
+        uniform = None
+        if start and state.uniform is not None and state.class_weight is not None:
+            uniform = state.uniform, _weighted_sum(c[:start], state.class_weight[:start])
+        target_rows(c, state.targets, state.residual, d_hidden.packed, col0=col0, scale=factor, uniform=uniform)
     e, second = these.e, SecondStream(c.device)
 
     def sum_classes(columns: slice, out: torch.Tensor | None) -> ClassSums | None:
@@ -538,7 +702,7 @@ def _walk_panels(
             for rows in blocks:
                 panel = buffer[: rows.stop - rows.start, : columns.stop - v0]
                 panel_gradient(
-                    e, c, these.bias, state, count, panel,
+                    e, c, these.logits, state, count, panel,
                     row0=rows.start, v0=v0, col0=col0, bias_grad=None if d_bias is None else d_bias[columns],
                 )  # fmt: skip
                 last = rows.stop == len(e)
@@ -555,6 +719,7 @@ def _walk_panels(
                     if d_hidden is not None and columns.stop == num_v and rows == pieces[0]:
                         # no panel adds to these tokens again
                         second.join()
+                        gradients.add_scale(pieces[0])
                         d_hidden.reduce(pieces.pop(0))  # collective
                         reducing = group is not None
                     later()
@@ -565,6 +730,7 @@ def _walk_panels(
         # under the products that are left
         second.join()
         for piece in pieces:
+            gradients.add_scale(piece)
             d_hidden.reduce(piece)  # collective
         reducing = group is not None
     if later is not None:
@@ -575,10 +741,15 @@ def _walk_panels(
         buffer = low = panel = later = None
         if d_bias is not None:
             assert state.residual is not None
-            _add_bias_gradient(d_bias[:start], kept, factor, state.targets, state.residual, count, col0)
+            apart = Coefficients(factor, state.residual, uniform=state.uniform)
+            _add_bias_gradient(d_bias[:start], kept, factor, state.targets, apart, count, these)
         if d_weight is not None:
+            uniform = None
+            if state.uniform is not None and state.class_weight is not None:
+                uniform = state.class_weight[:start], _weighted_sum(e, state.uniform)
             scale_rows(e, factor)
-            add_weight(kept, everything, slice(0, start), None if whole is None else whole[slice(0, start)])
+            sums = None if whole is None else whole[slice(0, start)]
+            add_weight(kept, everything, slice(0, start), sums, uniform=uniform)
     second.join()
 
 
@@ -626,16 +797,22 @@ def _undifferentiable(*gradients: torch.Tensor | None) -> tuple[torch.Tensor | N
     return tuple(g if g is None else _Undifferentiable.apply(g.requires_grad_()) for g in gradients)
 
 
-def _normalise(grad: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(grad / scale, scale), for fp16 with scale a power of two that puts the largest of ``grad`` between 2**13 and
-    2**14, for other dtypes 1.
+def _normalise(coefficients: Coefficients, dtype: torch.dtype) -> tuple[Coefficients, torch.Tensor]:
+    """(coefficients / factor, factor), for fp16 with factor a power of two that puts the largest entry that they can
+    give between 2**12 and 2**14, for other dtypes 1.
 
     An fp16 panel then neither overflows nor loses small entries, whatever the loss scale. The products carry
-    ``scale`` in their epilogues.
+    ``factor`` in their epilogues.
     """
-    if dtype != torch.float16 or not len(grad):
-        return grad, grad.new_ones(())
+    parts = [coefficients.factor, coefficients.entry, coefficients.log_factor, coefficients.uniform]
+    one = coefficients.factor.new_ones(())
+    if dtype != torch.float16 or not len(coefficients.factor):
+        return coefficients, one
     # a NaN or inf is its own token's. the bounds are the powers, and their inverses, that fp32 has
-    largest = torch.where(grad.isfinite(), grad.abs(), 0).amax()
-    exponent = torch.frexp(largest).exponent.clamp(-100, 128) - 14
-    return torch.ldexp(grad, -exponent), torch.ldexp(grad.new_ones(()), exponent)
+    sizes = torch.stack([torch.where(part.isfinite(), part.abs(), 0) for part in parts if part is not None]).sum(0)
+    exponent = torch.frexp(sizes.amax()).exponent.clamp(-100, 128) - 14
+    names = ("factor", "entry", "log_factor", "uniform")
+    scaled: dict[str, Any] = {
+        name: None if part is None else torch.ldexp(part, -exponent) for name, part in zip(names, parts, strict=True)
+    }
+    return replace(coefficients, **scaled), torch.ldexp(one, exponent)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .functional import linear_cross_entropy
+from .functional import linear_cross_entropy, linear_log_probs
 from .parallel.collectives import copy_to_group, gather_columns, reduce_from_group
 from .parallel.shard import VocabShard
 from .parallel.unsharded import tensor_files, tensor_shape
@@ -32,10 +32,9 @@ class LinearCrossEntropyLoss(nn.Module):
             raise TypeError(f"unknown options {sorted(unknown)}; linear_cross_entropy has {sorted(_OPTIONS)}")
         self.options = options
 
-    def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
-        """hidden ``[..., D]``, weight ``[V, D]``, targets ``[...]`` -> the loss, fp32."""
+    def forward(self, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
+        """hidden ``[..., D]``, weight ``[V, D]``, targets ``[...]`` -> the loss, fp32; with ``return_stats`` a
+        tuple of it and the statistics."""
         return linear_cross_entropy(hidden, weight, targets, **{**self.options, **options})
 
     def extra_repr(self) -> str:
@@ -151,9 +150,13 @@ class VocabParallelLMHead(_VocabParallel):
             head.bias = nn.Parameter(shard.read_safetensors(path, bias, dtype=dtype, device=device))
         return head
 
-    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
         """:func:`linear_cross_entropy` of ``hidden`` [..., D], equal on all ranks, and ``targets`` [...]."""
         return linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, shard=self.shard, **options)
+
+    def log_probs(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
+        """:func:`linear_log_probs`, likewise."""
+        return linear_log_probs(hidden, self.weight, targets, bias=self.bias, shard=self.shard, **options)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., vocab_size]: the logits, gathered on every rank. For generation and evaluation; training

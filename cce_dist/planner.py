@@ -51,8 +51,12 @@ class Problem:
     cpu: bool = False
     # whether exponentials can wait for their normaliser: fp16 has not the range
     wide_range: bool = True
+    # and whether the options let them: see :func:`check_choice`
+    keeps: bool = True
     # whether the classifier's gradient grows in memory that is there
     main_grad: bool = False
+    # bytes of a tile's statistics, for each row
+    tile_bytes: int = 8
     # tokens of a rank's slice of the hidden states, 0 where it has all of them
     slice: int = 0
 
@@ -112,7 +116,8 @@ def plan(
             ``[vocab_size / tp, hidden_size]``.
         dtype: of ``hidden`` and ``weight``, under autocast what they are cast to.
         tp: ranks that share the vocabulary. Sizes in the plan are those of one rank.
-        reduction, memory_budget, method: as in the call.
+        reduction, memory_budget, method: as in the call. With ``softcap`` and ``label_smoothing`` together a call has
+            the method ``"recompute"`` alone.
         hidden_requires_grad, weight_requires_grad: what asks for a gradient. Where neither does, the plan is that of
             a forward alone; the ranks of a group plan as if every weight did.
         main_grad: whether ``weight`` carries an fp32 gradient, which is none of the call's memory.
@@ -152,9 +157,16 @@ def plan(
 
 
 def check_choice(
-    dtype: torch.dtype, reduction: str, memory_budget: int | str | None, method: str | None, main_grad: bool = False
+    dtype: torch.dtype,
+    reduction: str,
+    memory_budget: int | str | None,
+    method: str | None,
+    main_grad: bool = False,
+    keeps: bool = True,
+    fixed_weights: bool = True,
 ) -> None:
-    """Raises where ``memory_budget`` or ``method`` is none that there is for these inputs."""
+    """Raises where ``memory_budget`` or ``method`` is none that there is for these inputs. ``keeps`` says that kept
+    exponentials tell the gradient, ``fixed_weights`` that no gradient is asked of the tokens' weights."""
     if method is not None and method not in METHODS:
         raise ValueError(f"method must be None or one of {', '.join(METHODS)}; got {method!r}")
     if method == "fused" and reduction == "none":
@@ -165,6 +177,16 @@ def check_choice(
     if method == "fused" and main_grad:
         raise ValueError(
             'method "fused" would add to main_grad in forward, before the upstream gradient is known: use "cached"'
+        )
+    if method in ("cached", "fused") and not keeps:
+        raise ValueError(
+            f'method "{method}" keeps exponentials, which do not tell the gradient of softcap and label_smoothing '
+            'together: use "recompute"'
+        )
+    if method == "fused" and not fixed_weights:
+        raise ValueError(
+            'method "fused" makes the gradients in forward, for token weights that are known: of a token_weight that '
+            'requires grad use "cached" or "recompute"'
         )
     if method in ("cached", "fused") and dtype == torch.float16:
         raise ValueError(f'method "{method}" keeps exponentials, for which float16 has no range: use "recompute"')
@@ -193,6 +215,9 @@ def plan_request(
     recorded: bool = True,
     main_grad: bool = False,
     sequence_parallel: bool = False,
+    keeps: bool = True,
+    fixed_weights: bool = True,
+    tile_bytes: int = 8,
 ) -> tuple[Problem, int | None, bool, str | None]:
     """The arguments of :func:`make_plan` for a call: the same on all ranks, so from nothing that a rank has alone.
 
@@ -208,10 +233,12 @@ def plan_request(
         device=count,
         hidden_grad=hidden_grad,
         weight_grad=ranks > 1 or weight_grad,
-        scalar=reduction != "none",
+        scalar=reduction != "none" and fixed_weights,
         wide_range=dtype != torch.float16,
         cpu=target == "cpu",
+        keeps=keeps,
         main_grad=main_grad,
+        tile_bytes=tile_bytes,
         slice=cdiv(tokens, ranks) if sequence_parallel else 0,
     )
     if not recorded or not (ranks > 1 or hidden_grad or weight_grad or bias_grad):
@@ -313,14 +340,14 @@ def make_plan(problem: Problem, budget: int | None, smallest: bool, method: str 
 
 def _candidates(p: Problem, limit: int) -> list[Plan]:
     found = [_recompute(p, most) for most in (NARROW_COLUMNS, PANEL_COLUMNS)]
-    if p.wide_range:
+    if p.wide_range and p.keeps:
         whole = round_up(max(1, p.vocab), TILE_V)
         # the memory of a kept column is known: as many as fit, and one step of a tile at least
         least = _cached(p, TILE_V)
         a_column = max(1, round_up(p.tokens, ROW_GROUP) * p.itemsize)
         fits = TILE_V + max(0, limit - least.workspace) // a_column // TILE_V * TILE_V
         found += [_cached(p, kept) for kept in sorted({TILE_V, min(fits, whole), whole})]
-    if p.wide_range and p.scalar and not p.main_grad:
+    if p.wide_range and p.keeps and p.scalar and not p.main_grad:
         step = CPU_CHUNK if p.cpu else SMALLEST_CHUNK
         found += [_fused(p, chunk) for chunk in (*range(step, min(p.tokens, 1 << 16), step), p.tokens)]
     return found
@@ -384,7 +411,7 @@ def _fused(p: Problem, chunk: int) -> Plan:
     several = chunk < p.tokens
     panel = chunk * round_up(p.vocab, 64) * p.itemsize
     # the tiles' statistics live beside it
-    panel += 8 * chunk * cdiv(p.vocab, p.tiles.BLOCK_V)
+    panel += p.tile_bytes * chunk * cdiv(p.vocab, p.tiles.BLOCK_V)
     sums = 4 * p.vocab + chunk * p.hidden * _wide(p) if p.weight_grad else 0
     low = 2 * p.vocab * p.hidden if several and p.itemsize == 2 and p.weight_grad else 0
     once = (CPU_CHUNK_TOKENS_16 if p.itemsize == 2 else CPU_CHUNK_TOKENS) if p.cpu else CHUNK_TOKENS

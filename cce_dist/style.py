@@ -17,7 +17,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .functional import linear_cross_entropy
+from .functional import linear_cross_entropy, linear_log_probs
 
 
 class VocabParallelHead(ParallelStyle):
@@ -25,7 +25,8 @@ class VocabParallelHead(ParallelStyle):
     ``ColwiseParallel``, ``RowwiseParallel`` and ``SequenceParallel`` in a plan of ``parallelize_module``.
 
     ``weight`` and ``bias`` become DTensors with ``Shard(0)``. The module keeps its forward, for generation, with
-    gathered logits, and gains ``loss(hidden, targets, **options)``: :func:`linear_cross_entropy`, without logits.
+    gathered logits, and gains ``loss(hidden, targets, **options)`` and ``log_probs``, without logits:
+    :func:`linear_cross_entropy` and :func:`linear_log_probs`.
 
     Args:
         input_layouts: what a plain ``hidden`` is: ``Replicate()`` (where None), the same on all ranks of the mesh, or
@@ -104,15 +105,22 @@ class _WithLoss(nn.Linear):
 
     input_layouts: tuple[Placement]
 
-    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
         """:func:`linear_cross_entropy` of ``hidden`` [..., D], a DTensor or laid out as the style's
         ``input_layouts`` say, and ``targets`` [...], whole on all ranks of the mesh."""
+        return linear_cross_entropy(self._placed(hidden, targets), self.weight, targets, bias=self.bias, **options)
+
+    def log_probs(self, hidden: torch.Tensor, targets: torch.Tensor, **options: Any) -> Any:
+        """:func:`linear_log_probs`, likewise."""
+        return linear_log_probs(self._placed(hidden, targets), self.weight, targets, bias=self.bias, **options)
+
+    def _placed(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (layout,) = self.input_layouts
         if isinstance(layout, Shard) and isinstance(hidden, torch.Tensor) and not isinstance(hidden, DTensor):
             assert isinstance(self.weight, DTensor)
             # the slices may be uneven: the whole's shape is that of the targets
             whole = torch.empty(*targets.shape, hidden.shape[-1], device="meta")
-            hidden = DTensor.from_local(
+            return DTensor.from_local(
                 hidden, self.weight.device_mesh, (layout,), run_check=False, shape=whole.shape, stride=whole.stride()
             )
-        return linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, **options)
+        return hidden

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from cce_dist.kernels import config, runtime
 from cce_dist.kernels.config import TILE_V, Tiles
 from cce_dist.kernels.gradient import RowState, panel_gradient
+from cce_dist.kernels.logits import LogitMap
 from cce_dist.kernels.product import hidden_gradient, weight_gradient
 from cce_dist.kernels.statistics import panel_statistics
 
@@ -61,13 +62,13 @@ class Problem:
 
         def statistics(panel: torch.Tensor | None) -> torch.Tensor:
             found = panel_statistics(
-                e, c, None, ids, count, logit, rows=(0, n), col0=0, panel=panel,
+                e, c, LogitMap(), ids, count, logit, rows=(0, n), col0=0, panel=panel,
                 reference=None if panel is None else row,
             )  # fmt: skip
             return found.tile_max if panel is None else panel
 
         def rebuilt() -> torch.Tensor:
-            panel_gradient(e, c, None, state, count, written, v0=0, col0=0, bias_grad=None)
+            panel_gradient(e, c, LogitMap(), state, count, written, v0=0, col0=0, bias_grad=None)
             return written
 
         def hidden() -> torch.Tensor:

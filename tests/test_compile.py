@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "launch"))
 
 from compiled import MODULES, SHARED, Launch, Recorder, compiled, disassembly, recorded, resources
 
-from cce_dist.kernels import gradient, product, rows, runtime, statistics, target
+from cce_dist.kernels import gradient, logits, product, rows, runtime, statistics, target
 
 pytestmark = pytest.mark.skipif(runtime.INTERPRETED, reason="the interpreter has replaced the compiler")
 
@@ -63,7 +63,7 @@ def launch_products(dtype: torch.dtype, bias: bool, layout: str) -> None:
     n, v, d, stride = LAYOUTS[layout]
     e, c = torch.zeros(n, d, dtype=dtype), torch.zeros(v, stride, dtype=dtype)[:, :d]
     row, ids, count = torch.zeros(n), torch.zeros(n, dtype=torch.int64), torch.tensor(n)
-    b, scale = torch.zeros(v, dtype=dtype) if bias else None, torch.ones(())
+    scale, b = torch.ones(()), logits.LogitMap(torch.zeros(v, dtype=dtype) if bias else None)
     width = 512
     panel = torch.zeros(n, width, dtype=dtype)
     exponentials = dtype != torch.float16
@@ -97,6 +97,37 @@ def launch_products(dtype: torch.dtype, bias: bool, layout: str) -> None:
             product.weight_gradient(panel, e, count, scale, out, sums=start, low=low, add=add, last=last)
 
 
+def launch_options(dtype: torch.dtype) -> None:
+    """The same kernels as options change them, each alone and all together."""
+    n, v, d, _ = LAYOUTS["aligned"]
+    e, c = torch.zeros(n, d, dtype=dtype), torch.zeros(v, d, dtype=dtype)
+    row, ids, count, width = torch.zeros(n), torch.zeros(n, dtype=torch.int64), torch.tensor(n), 512
+    panel, scale, weights = torch.zeros(n, width, dtype=dtype), torch.ones(()), torch.ones(v)
+    plain, capped = logits.LogitMap(), logits.LogitMap(scale=scale, softcap=30.0)
+    for maps, wanted in (
+        (capped, statistics.NOTHING),
+        (plain, statistics.Wanted(weights)),
+        (plain, statistics.Wanted(entropy=True)),
+        (plain, statistics.Wanted(argmax=True)),
+        (capped, statistics.Wanted(weights, True, True)),
+    ):
+        statistics.panel_statistics(e, c, maps, ids, count, row, rows=(0, n), col0=4096, wanted=wanted)
+    if dtype != torch.float16:
+        for maps, wanted in ((capped, statistics.NOTHING), (plain, statistics.Wanted(weights))):
+            statistics.panel_statistics(
+                e, c[:width], maps, ids, count, row, rows=(0, n), col0=4096, wanted=wanted, panel=panel, reference=row
+            )
+        product.weight_gradient(panel, e, count, scale, torch.zeros(width, d, dtype=dtype), uniform=(weights, scale))
+    for maps, log_factor, uniform in (
+        (capped, None, None),
+        (plain, row, None),
+        (plain, None, row),
+        (capped, row, row),
+    ):
+        state = gradient.RowState(ids, row, row, row, row, None, log_factor, uniform, weights)
+        gradient.panel_gradient(e, c, maps, state, count, panel, v0=512, col0=4096, bias_grad=None)
+
+
 def launch_rows(dtype: torch.dtype) -> None:
     """The kernels without a matrix product."""
     n, v, d = 256, 1024, 512
@@ -107,19 +138,22 @@ def launch_rows(dtype: torch.dtype) -> None:
     ids, row, panel = torch.zeros(n, dtype=torch.int64), torch.zeros(n), torch.zeros(n, v, dtype=dtype)
     c = torch.zeros(v, d, dtype=dtype)
     for bias in (None, torch.zeros(v, dtype=dtype)):
-        target.target_logits(x, c, bias, ids, col0=4096)
+        target.target_logits(x, c, logits.LogitMap(bias), ids, col0=4096)
     target.drop_targets(panel, ids, count, row0=0, col0=4096)
     for factor in (None, row):
         target.target_rows(c, ids, row, torch.zeros(n, d), col0=4096, scale=factor)
+    target.target_rows(c, ids, row, torch.zeros(n, d), col0=4096, scale=row, uniform=(row, torch.zeros(d)))
     target.class_sums(x, ids, row, count, v, col0=4096)
     # the gradient of a bias
     target.class_sums(torch.ones(n, 1, dtype=dtype), ids, row, count, v, col0=4096)
     target.class_sums(x, ids, row, count, v, col0=4096, out=c, scale=scale)
     target.class_sums(x, ids, row, count, v, col0=4096, out=torch.zeros(v, d), scale=scale, add=True)
     gradient.column_sums(panel, row, count, torch.zeros(v))
-    tiles = statistics.TileStatistics(torch.zeros(501, n), torch.zeros(501, n), ids, row, 4096, v)
-    top = tiles.row_max
-    tiles.losses(top, tiles.shares(top, 45), 45)
+    each = torch.zeros(501, n)
+    for extra in ((), (each, each, each.int())):
+        tiles = statistics.TileStatistics(each, each, ids, row, 4096, v, *extra)
+        maxima = tiles.maxima()
+        tiles.rows(maxima, *tiles.shares(maxima, 45), 45)
 
 
 def variant(launch: Launch) -> str:
@@ -161,11 +195,24 @@ def allowed_spill(chip: str, dtype: torch.dtype, bias: bool, layout: str) -> int
 
 @pytest.mark.parametrize(("chip", "dtype", "bias", "layout"), _matrix())
 def test_product_kernels_fit_the_chip(record, record_property, chip, dtype, bias, layout) -> None:
-    launches, kind = record(chip), CHIPS[chip]
+    launches = record(chip)
     launch_products(dtype, bias, layout)
     products = 1 if dtype == torch.float16 else 2
     assert len(launches) == (products + 3 if bias else {torch.float16: 6}.get(dtype, 14))
-    wrong = []
+    assert_fit(launches, record_property, chip, dtype, layout, allowed_spill(chip, dtype, bias, layout))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("chip", [c if c == "sm_90" else pytest.param(c, marks=pytest.mark.slow) for c in CHIPS])
+def test_options_fit_the_chip(record, record_property, chip, dtype) -> None:
+    launches = record(chip)
+    launch_options(dtype)
+    assert len(launches) == 12
+    assert_fit(launches, record_property, chip, dtype, "aligned", 256)
+
+
+def assert_fit(launches, record_property, chip, dtype, layout, allowed) -> None:
+    kind, wrong = CHIPS[chip], []
     for launch in launches:
         name = variant(launch)
         binary = compiled(launch, chip)
@@ -174,7 +221,6 @@ def test_product_kernels_fit_the_chip(record, record_property, chip, dtype, bias
         record_property(name, f"shared {shared} spilled {spilled}")
         print(f"{chip} {str(dtype)[6:]} {layout} {name}: shared {shared} spilled {spilled}")
         assert shared <= SHARED[chip] * 1024, f"{name} asks for {shared} bytes of shared memory of {SHARED[chip]} KiB"
-        allowed = allowed_spill(chip, dtype, bias, layout)
         if spilled > allowed:
             wrong.append(f"{name} spills {spilled} bytes a thread, allowed {allowed}")
         if name == "fold_bias":
@@ -199,8 +245,9 @@ def test_row_kernels_compile(record, chip, dtype) -> None:
     launch_rows(dtype)
     assert [launch.kernel.__name__[1:-7] for launch in launches] == [
         "take_rows", "scale_rows", "take_rows", "target_logits", "target_logits", "drop_targets", "target_rows",
-        "target_rows",
-        "class_sums", "class_sums", "class_sums", "class_sums", "column_sums", "fold_max", "shares", "losses",
+        "target_rows", "target_rows",
+        "class_sums", "class_sums", "class_sums", "class_sums", "column_sums",
+        "fold_max", "shares", "losses", "fold_max", "shares", "losses",
     ]  # fmt: skip
     for launch in launches:
         binary = compiled(launch, chip)

@@ -25,7 +25,7 @@ from shards import assert_same_bits
 from test_sharded import assert_sharded_gradients, rows_of
 from tolerance import assert_loss
 
-from cce_dist import VocabShard, functional, linear_cross_entropy
+from cce_dist import VocabShard, linear_cross_entropy, validation
 from cce_dist.parallel import agreement
 
 METHODS = ["recompute", "cached", "fused"]
@@ -328,13 +328,13 @@ def bounds_of(shard: VocabShard) -> list[int]:
 
 @contextmanager
 def unchecked_targets() -> Iterator[None]:
-    validate = functional._validate_shard
+    validate = validation.validate_shard
 
     def without_targets(weight, targets, ignore_index, shard):
         return validate(weight, targets[:0], ignore_index, shard)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "_validate_shard", without_targets)
+        patch.setattr(validation, "validate_shard", without_targets)
         yield
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cce_dist.kernels import config
+from cce_dist.kernels.logits import LogitMap
 from cce_dist.kernels.product import weight_gradient
 from cce_dist.kernels.statistics import panel_statistics
 from cce_dist.kernels.target import ClassSums
@@ -24,7 +25,7 @@ def statistics(e, c, ids, count, rows, columns, keep):
     panel = e.new_full((rows.stop - rows.start, columns.stop - columns.start), torch.nan) if keep else None
     reference = torch.full((len(e),), 0.5, dtype=e.dtype)
     got = panel_statistics(
-        e, c[columns], None, ids, torch.tensor(count), logit, rows=(rows.start, rows.stop), col0=columns.start,
+        e, c[columns], LogitMap(), ids, torch.tensor(count), logit, rows=(rows.start, rows.stop), col0=columns.start,
         panel=panel, reference=reference,
     )  # fmt: skip
     n = max(0, min(rows.stop, count) - rows.start)

@@ -7,28 +7,40 @@ from dataclasses import dataclass
 import torch
 
 from .config import TILE_V, pass_tiles, tiles_for
+from .logits import LogitMap, as_logits
 from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
 from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_tile
 
 
 @dataclass(frozen=True)
 class RowState:
-    """What a packed row's gradient is made of: all [N], fp32 (fp64 for fp64 operands) but ``targets`` (int64)."""
+    """What a packed row's gradient is made of: all [N], fp32 (fp64 for fp64 operands) but ``targets`` (int64).
+
+    By the logits it is ``p (factor + log_factor log p) + uniform w``, with ``p`` the softmax and ``w`` the classes'
+    weights; at the target ``target_entry``. By the scaled product it is that times the slope of what caps them.
+    """
 
     targets: torch.Tensor  # global ids, sorted
     row_max: torch.Tensor
     log_sum: torch.Tensor  # log of the sum of exp(logit - row_max)
-    grad: torch.Tensor  # upstream gradient, scaled
-    target_entry: torch.Tensor  # (p - 1) grad of the target, formed without cancellation
+    factor: torch.Tensor
+    target_entry: torch.Tensor  # times the slope, and formed without cancellation
     # what a panel loses of target_entry in rounding it; the products add it apart. None where a panel rounds nothing
     residual: torch.Tensor | None
+    # None for 0
+    log_factor: torch.Tensor | None = None
+    uniform: torch.Tensor | None = None
+    class_weight: torch.Tensor | None = None  # [V], where there is ``uniform``
 
 
 @triton.jit
 def _panel_gradient_kernel(
-    e, c, panel, bias_ptr, target_ptr, row_max_ptr, log_sum_ptr, entry_ptr, grad_ptr, count_ptr, bias_part_ptr,
-    N, V, D, row0, v0, width, col0, stride_e, stride_c, stride_panel,
-    HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    e, c, panel, bias_ptr, scale_ptr, class_ptr, target_ptr, row_max_ptr, log_sum_ptr, entry_ptr, factor_ptr,
+    log_factor_ptr, uniform_ptr, count_ptr, bias_part_ptr,
+    N, V, D, row0, v0, width, col0, softcap, stride_e, stride_c, stride_panel,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_LOG: tl.constexpr, HAS_UNIFORM: tl.constexpr, BIAS_GRAD: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     rows = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
@@ -53,17 +65,29 @@ def _panel_gradient_kernel(
         if step == num_steps - 1:
             offs_n = n + tl.arange(0, BLOCK_N)
             mask_n = offs_n < rows
-            if HAS_BIAS:
-                offs_v = v0 + v + tl.arange(0, BLOCK_V)
-                x += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
+            offs_v = v0 + v + tl.arange(0, BLOCK_V)
+            y = as_logits(x, bias_ptr, scale_ptr, softcap, offs_v, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+            x = y * softcap if HAS_SOFTCAP else y
             row_max = tl.load(row_max_ptr + row0 + offs_n, mask=mask_n, other=0.0)
             log_sum = tl.load(log_sum_ptr + row0 + offs_n, mask=mask_n, other=0.0)
-            grad = tl.load(grad_ptr + row0 + offs_n, mask=mask_n, other=0.0)
+            factor = tl.load(factor_ptr + row0 + offs_n, mask=mask_n, other=0.0)
             # lse in units of log 2; what its roundings lose is common to the row and joins the factor
             base = row_max * LOG2E
             lse = base + log_sum * LOG2E
             lost = tl.fma(row_max, tl.zeros_like(base) + LOG2E, -base) + (log_sum * LOG2E - (lse - base))
-            x = tl.exp2(tl.fma(x, scale, -lse[:, None])) * (grad * tl.exp2(-lost))[:, None]
+            exponent = tl.fma(x, scale, -lse[:, None])
+            if HAS_LOG:
+                # of a class whose probability is 0 no part is infinite
+                exponent = tl.maximum(exponent, -160.0)
+                log_factor = tl.load(log_factor_ptr + row0 + offs_n, mask=mask_n, other=0.0)
+                mix = factor[:, None] + log_factor[:, None] * ((exponent - lost[:, None]) * (1.0 / LOG2E))
+                dx = tl.exp2(exponent) * tl.exp2(-lost)[:, None] * mix
+            else:
+                dx = tl.exp2(exponent) * (factor * tl.exp2(-lost))[:, None]
+            if HAS_UNIFORM:
+                uniform = tl.load(uniform_ptr + row0 + offs_n, mask=mask_n, other=0.0)
+                dx += uniform[:, None] * tl.load(class_ptr + offs_v, mask=offs_v < V, other=0.0)[None, :]
+            x = dx * (1.0 - y * y) if HAS_SOFTCAP else dx
             if here:
                 entry = tl.load(entry_ptr + row0 + offs_n, mask=mask_n, other=0.0)
                 t = tl.load(target_ptr + row0 + offs_n, mask=mask_n, other=-1) - (col0 + v0 + v)
@@ -73,9 +97,9 @@ def _panel_gradient_kernel(
                 # a row past the count sees 0 times the classifier, and the bias: no number where either is infinite
                 x = tl.where(mask_n[:, None], x, 0.0)
             if BIAS_GRAD:
-                offs_v = v + tl.arange(0, BLOCK_V)
-                offs = (n // BLOCK_N).to(tl.int64) * stride_panel + offs_v
-                tl.store(bias_part_ptr + offs, tl.sum(x, 0), mask=offs_v < width)
+                part = v + tl.arange(0, BLOCK_V)
+                offs = (n // BLOCK_N).to(tl.int64) * stride_panel + part
+                tl.store(bias_part_ptr + offs, tl.sum(x, 0), mask=part < width)
             store_tile(
                 panel, x.to(panel.dtype if TMA else panel.dtype.element_ty), n, v, N, width, stride_panel,
                 BLOCK_N, BLOCK_V, TMA,
@@ -101,7 +125,7 @@ def _fold_bias_kernel(
 def panel_gradient(
     e: torch.Tensor,
     c: torch.Tensor,
-    bias: torch.Tensor | None,
+    logits: LogitMap,
     state: RowState,
     count: torch.Tensor,
     panel: torch.Tensor,
@@ -111,14 +135,14 @@ def panel_gradient(
     col0: int,
     bias_grad: torch.Tensor | None,
 ) -> None:
-    """Writes ``(softmax - onehot) * state.grad`` of the rows from ``row0`` and the columns from ``v0`` into ``panel``
-    [n, width].
+    """Writes the gradient by the scaled product, that of ``state``, of the rows from ``row0`` and the columns from
+    ``v0`` into ``panel`` [n, width].
 
     Formed in fp32 and rounded once to the panel's dtype. To ``bias_grad`` [width] fp32, where it is given, the sum
     over rows is added, taken before the rounding. Whole row blocks up to ``count`` are written, zero past it.
     """
     if not triton_serves(e):
-        _panel_gradient_torch(e, c, bias, state, count, panel, row0, v0, col0, bias_grad)
+        _panel_gradient_torch(e, c, logits, state, count, panel, row0, v0, col0, bias_grad)
         return
     target = target_of(e.device)
     tma = descriptors_fit(target, e, c, panel)
@@ -133,9 +157,11 @@ def panel_gradient(
         tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
         tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
         tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V), tma),
-        bias, state.targets, state.row_max, state.log_sum, state.target_entry, state.grad, count, part,
-        n, num_v, d, row0, v0, width, col0, e.stride(0), c.stride(0), panel.stride(0),
-        HAS_BIAS=bias is not None, BIAS_GRAD=part is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
+        logits.bias, logits.scale, state.class_weight, state.targets, state.row_max, state.log_sum,
+        state.target_entry, state.factor, state.log_factor, state.uniform, count, part,
+        n, num_v, d, row0, v0, width, col0, logits.softcap or 0.0, e.stride(0), c.stride(0), panel.stride(0),
+        **logits.flags, HAS_LOG=state.log_factor is not None, HAS_UNIFORM=state.uniform is not None,
+        BIAS_GRAD=part is not None, TMA=tma, PRECISION="ieee", **tiles.shape,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if bias_grad is not None:
@@ -144,21 +170,25 @@ def panel_gradient(
         )
 
 
+SUM_ROWS = 2048
+
+
 @triton.jit
 def _column_sums_kernel(
-    panel_ptr, weight_ptr, count_ptr, out_ptr, N, width, row0, stride, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr
-):
+    panel_ptr, weight_ptr, count_ptr, part_ptr, N, width, row0, stride,
+    PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    part = tl.program_id(1)
     count = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
     total = tl.zeros((BLOCK_V,), tl.float32)
-    for n in range(0, count, BLOCK_N):
+    for n in range(part * PART, tl.minimum(count, (part + 1) * PART), BLOCK_N):
         offs_n = n + tl.arange(0, BLOCK_N)
         weight = tl.load(weight_ptr + offs_n, mask=offs_n < count, other=0.0)
         offs = offs_n[:, None].to(tl.int64) * stride + offs_v[None, :]
         x = tl.load(panel_ptr + offs, mask=(offs_n < count)[:, None] & (offs_v < width)[None, :], other=0.0)
         total += tl.sum(x.to(tl.float32) * weight[:, None], 0)
-    before = tl.load(out_ptr + offs_v, mask=offs_v < width, other=0.0)
-    tl.store(out_ptr + offs_v, before + total, mask=offs_v < width)
+    tl.store(part_ptr + part.to(tl.int64) * width + offs_v, total, mask=offs_v < width)
 
 
 def column_sums(
@@ -171,27 +201,40 @@ def column_sums(
         for v in range(0, width, TILE_V):
             out[v : v + TILE_V] += weight[:n] @ panel[:n, v : v + TILE_V].to(out.dtype)
     elif panel.numel():
-        _column_sums_kernel[(cdiv(width, 64),)](
-            panel, weight, count, out, n, width, row0, panel.stride(0), BLOCK_N=64, BLOCK_V=64
+        # parts of the rows, so that there is work for every multiprocessor
+        parts = out.new_empty(cdiv(n, SUM_ROWS), width)
+        _column_sums_kernel[(cdiv(width, 64), len(parts))](
+            panel, weight, count, parts, n, width, row0, panel.stride(0), PART=SUM_ROWS, BLOCK_N=64, BLOCK_V=64
         )
+        out += parts.sum(0)
 
 
-def _panel_gradient_torch(e, c, bias, state, count, panel, row0, v0, col0, bias_grad):
+def _panel_gradient_torch(e, c, logits, state, count, panel, row0, v0, col0, bias_grad):
     n = max(0, min(len(panel), int(count) - row0))
     rows = slice(row0, row0 + n)
     wide = torch.promote_types(e.dtype, torch.float32)
     left, ids, entry = e[rows].to(wide), state.targets[rows] - col0 - v0, state.target_entry[rows]
-    grad, row_max, log_sum = state.grad[rows, None], state.row_max[rows, None], state.log_sum[rows, None]
+    row_max, log_sum = state.row_max[rows, None], state.log_sum[rows, None]
     step = TILE_V * pass_tiles(n)
     scratch = None if panel.dtype == wide else left.new_empty(n, min(step, panel.shape[1]))
     for v in range(0, panel.shape[1], step):
         w = min(step, panel.shape[1] - v)
         x = panel[:n, v : v + w] if scratch is None else scratch[:, :w]
         torch.mm(left, c[v0 + v : v0 + v + w].to(wide).T, out=x)
-        if bias is not None:
-            x += bias[v0 + v : v0 + v + w].to(wide)
+        classes = slice(v0 + v, v0 + v + w)
+        slopes = logits.apply_(x, classes, slope=True)
         # not their sum: it would be rounded to the precision of the larger
-        x.sub_(row_max).sub_(log_sum).exp_().mul_(grad)
+        x.sub_(row_max).sub_(log_sum)
+        factor = state.factor[rows, None]
+        if state.log_factor is not None:
+            # of a class whose probability is 0 no part is infinite
+            factor = x.clamp(min=-1e4).mul_(state.log_factor[rows, None]).add_(factor)
+        x.exp_().mul_(factor)
+        if state.uniform is not None:
+            assert state.class_weight is not None
+            x.addr_(state.uniform[rows], state.class_weight[classes])
+        if slopes is not None:
+            x.mul_(slopes)
         hit = ((ids >= v) & (ids < v + w)).nonzero()[:, 0]
         x[hit, ids[hit] - v] = entry[hit]
         if bias_grad is not None:

@@ -58,10 +58,10 @@ def _hidden_gradient_kernel(
 
 @triton.jit
 def _weight_gradient_kernel(
-    panel, e, out_ptr, low_ptr, first_ptr, sums_ptr, scale_ptr, count_ptr,
+    panel, e, out_ptr, low_ptr, first_ptr, sums_ptr, class_ptr, spread_ptr, scale_ptr, count_ptr,
     N, D, width, row0, stride_panel, stride_e, stride_out,
     HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
-    GROW: tl.constexpr,
+    GROW: tl.constexpr, HAS_UNIFORM: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
@@ -90,12 +90,12 @@ def _weight_gradient_kernel(
         left, right = halves(acc, BLOCK_N, BLOCK_V)
         W: tl.constexpr = BLOCK_V // 2
         _store_classes(
-            out_ptr, low_ptr, first_ptr, sums_ptr, first, left, scale, v, d, width, D, stride_out,
-            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, EARLY, BLOCK_N, W,
+            out_ptr, low_ptr, first_ptr, sums_ptr, class_ptr, spread_ptr, first, left, scale, v, d, width, D,
+            stride_out, HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, HAS_UNIFORM, EARLY, BLOCK_N, W,
         )  # fmt: skip
         _store_classes(
-            out_ptr, low_ptr, first_ptr, sums_ptr, first, right, scale, v, d + W, width, D, stride_out,
-            HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, EARLY, BLOCK_N, W,
+            out_ptr, low_ptr, first_ptr, sums_ptr, class_ptr, spread_ptr, first, right, scale, v, d + W, width, D,
+            stride_out, HAS_START, HAS_SUMS, HAS_LOW, ADD, LAST, GROW, HAS_UNIFORM, EARLY, BLOCK_N, W,
         )  # fmt: skip
 
 
@@ -110,9 +110,9 @@ def first_tokens(first_ptr, v, width, SUMS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_classes(
-    out_ptr, low_ptr, first_ptr, sums_ptr, first, value, scale, v, d, width, D, stride,
+    out_ptr, low_ptr, first_ptr, sums_ptr, class_ptr, spread_ptr, first, value, scale, v, d, width, D, stride,
     HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
-    GROW: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    GROW: tl.constexpr, HAS_UNIFORM: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     offs_v = v + tl.arange(0, ROWS)
     offs_d = d + tl.arange(0, COLS)
@@ -129,6 +129,9 @@ def _store_classes(
         if HAS_LOW:
             before = join_halves(before, tl.load(low_ptr + offs, mask=mask, other=0))
         value += before
+    if HAS_UNIFORM:
+        spread = tl.load(spread_ptr + offs_d, mask=offs_d < D, other=0.0)
+        value += tl.load(class_ptr + offs_v, mask=offs_v < width, other=0.0)[:, None] * spread[None, :]
     if LAST:
         value *= scale
     if HAS_START:
@@ -201,24 +204,26 @@ def weight_gradient(
     *,
     row0: int = 0,
     sums: ClassSums | None = None,
+    uniform: tuple[torch.Tensor, torch.Tensor] | None = None,
     low: torch.Tensor | None = None,
     add: bool = False,
     last: bool = True,
     grow: bool = False,
     beside_collective: bool = False,
 ) -> None:
-    """``out = scale (panel.T @ e + sums)`` over the rows before ``count - row0``, rounded once: [N, width], [N, D] ->
-    [width, D].
+    """``out = scale (panel.T @ e + sums + uniform)`` over the rows before ``count - row0``, rounded once: [N, width],
+    [N, D] -> [width, D].
 
-    ``sums`` that wait in ``out`` are in its units: they are added after the scale. Where the tokens come in several
-    calls, the first takes the sums, all but the ``last`` leave their result unscaled in fp32, and all but the first
-    ``add`` to it. In a bf16 ``out`` the upper halves of that wait, and in ``low`` [width, D] int16 the lower ones.
-    With ``grow`` the result is added to what ``out`` holds, a gradient in fp32; several calls then need nothing of
-    that. ``beside_collective`` says that a reduction is under way on the same device.
+    ``uniform`` ([width], [D]) stands for the outer product of the two. ``sums`` that wait in ``out`` are in its
+    units: they are added after the scale. Where the tokens come in several calls, the first takes the sums, the last
+    what is uniform, all but the ``last`` leave their result unscaled in fp32, and all but the first ``add`` to it. In
+    a bf16 ``out`` the upper halves of that wait, and in ``low`` [width, D] int16 the lower ones. With ``grow`` the
+    result is added to what ``out`` holds, a gradient in fp32; several calls then need nothing of that.
+    ``beside_collective`` says that a reduction is under way on the same device.
     """
     (n, width), d = panel.shape, e.shape[1]
     if not triton_serves(panel):
-        _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, last, grow)
+        _weight_gradient_torch(panel, e, count, scale, out, row0, sums, uniform, low, add, last, grow)
         return
     target = target_of(panel.device)
     tma = descriptors_fit(target, panel, e)
@@ -229,10 +234,12 @@ def weight_gradient(
         # one round of tiles alone: what waits for multiprocessors when it ends is the collective, and not the others
         weight_gradient(
             panel[:, :first], e, count, scale, out[:first], row0=row0, sums=None if sums is None else sums[:first],
+            uniform=None if uniform is None else (uniform[0][:first], uniform[1]),
             low=None if low is None else low[:first], add=add, last=last, grow=grow,
         )  # fmt: skip
         panel, out, low = panel[:, first:], out[first:], None if low is None else low[first:]
         sums, width = None if sums is None else sums[first:], width - first
+        uniform = None if uniform is None else (uniform[0][first:], uniform[1])
         # some multiprocessors are taken from here on: the hardware had better deal out the tiles
         programs = cdiv(width, tiles.BLOCK_N) * num_d
     else:
@@ -240,15 +247,16 @@ def weight_gradient(
     _weight_gradient_kernel[(programs,)](
         tile_source(panel, (tiles.BLOCK_D, tiles.BLOCK_N), tma),
         tile_source(e, (tiles.BLOCK_D, tiles.BLOCK_V), tma),
-        out, low, None if sums is None else sums.first, None if sums is None else sums.rows, scale, count,
+        out, low, None if sums is None else sums.first, None if sums is None else sums.rows,
+        *(uniform or (None, None)), scale, count,
         n, d, width, row0, panel.stride(0), e.stride(0), out.stride(0),
         HAS_START=sums is not None and sums.rows is None, HAS_SUMS=sums is not None and sums.rows is not None,
-        HAS_LOW=low is not None, ADD=add, LAST=last, GROW=grow, TMA=tma, PRECISION="ieee", **tiles.shape,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        HAS_LOW=low is not None, ADD=add, LAST=last, GROW=grow, HAS_UNIFORM=uniform is not None, TMA=tma,
+        PRECISION="ieee", **tiles.shape, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 
-def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, last, grow):
+def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, uniform, low, add, last, grow):
     n = max(0, min(len(panel), int(count) - row0))
     wide = torch.promote_types(e.dtype, torch.float32)
     # operands of 16 bits are widened in pieces, so that the copy stays small
@@ -266,6 +274,8 @@ def _weight_gradient_torch(panel, e, count, scale, out, row0, sums, low, add, la
         value.addmm_(panel[:n, part].to(wide).T, right, beta=1 if add else 0)
         if sums is not None and sums.rows is not None:
             value[hit] += start
+        if uniform is not None:
+            value.addr_(uniform[0][part], uniform[1])
         if last:
             value *= scale
         if sums is not None and sums.rows is None:

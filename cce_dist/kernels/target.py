@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .logits import LogitMap
 from .runtime import cdiv, tl, triton, triton_serves
 
 
@@ -60,8 +61,8 @@ def _drop_targets_kernel(panel_ptr, target_ptr, count_ptr, N, K, row0, col0, str
 
 @triton.jit
 def _target_rows_kernel(
-    c_ptr, target_ptr, entry_ptr, scale_ptr, out_ptr, V, D, col0, stride_c, HAS_SCALE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    c_ptr, target_ptr, entry_ptr, scale_ptr, uniform_ptr, spread_ptr, out_ptr, V, D, col0, stride_c,
+    HAS_SCALE: tl.constexpr, HAS_UNIFORM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -71,6 +72,8 @@ def _target_rows_kernel(
     value = tl.where(live, c.to(tl.float32) * tl.load(entry_ptr + row), 0.0)
     if HAS_SCALE:
         value += tl.load(out_ptr + row * D + offs_d, mask=offs_d < D, other=0.0) * tl.load(scale_ptr + row)
+    if HAS_UNIFORM:
+        value += tl.load(uniform_ptr + row) * tl.load(spread_ptr + offs_d, mask=offs_d < D, other=0.0)
     tl.store(out_ptr + row * D + offs_d, value, mask=offs_d < D)
 
 
@@ -111,7 +114,7 @@ def _class_sums_kernel(
 
 
 def target_logits(
-    e: torch.Tensor, c: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, col0: int
+    e: torch.Tensor, c: torch.Tensor, logits: LogitMap, targets: torch.Tensor, *, col0: int
 ) -> torch.Tensor:
     """The logit of each row's target, 0 where that is no class of this rank: [N, D], [V, D], [N] -> [N] fp32.
 
@@ -124,14 +127,17 @@ def target_logits(
     if triton_serves(e):
         block = min(1024, triton.next_power_of_2(d))
         _target_logits_kernel[(n,)](
-            e, c, bias, targets, out, len(c), d, col0, c.stride(0), HAS_BIAS=bias is not None, BLOCK_D=block
-        )
+            e, c, logits.bias, targets, out, len(c), d, col0, c.stride(0), HAS_BIAS=logits.bias is not None,
+            BLOCK_D=block,
+        )  # fmt: skip
+        logits.scaled_(out)
         return out
     ids = targets - col0
     hit = ((ids >= 0) & (ids < len(c))).nonzero()[:, 0]
     out[hit] = (e[hit].to(out.dtype) * c[ids[hit]].to(out.dtype)).sum(1)
-    if bias is not None:
-        out[hit] += bias[ids[hit]].to(out.dtype)
+    if logits.bias is not None:
+        out[hit] += logits.bias[ids[hit]].to(out.dtype)
+    logits.scaled_(out)
     return out
 
 
@@ -158,24 +164,31 @@ def target_rows(
     *,
     col0: int,
     scale: torch.Tensor | None = None,
+    uniform: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """``out[n] = entry[n] c[targets[n]]``, 0 where the target is no class of this rank, and with ``scale`` also plus
-    ``scale[n] out[n]``: [V, D], [N] -> [N, D] fp32. ``entry`` None stands for zeros."""
+    """``out[n] = entry[n] c[targets[n]]``, 0 where the target is no class of this rank, with ``scale`` also plus
+    ``scale[n] out[n]``, and with ``uniform`` ([N], [D]) plus their outer product: [V, D], [N] -> [N, D] fp32.
+    ``entry`` None stands for zeros."""
     if entry is None or len(c) == 0 or len(out) == 0:
         if scale is None:
             out.zero_()
         else:
             out *= scale[:, None]
+        if uniform is not None:
+            out.addr_(*uniform)
     elif triton_serves(out):
         n, d = out.shape
         block = min(1024, triton.next_power_of_2(d))
         _target_rows_kernel[(n, cdiv(d, block))](
-            c, targets, entry, scale, out, len(c), d, col0, c.stride(0), HAS_SCALE=scale is not None, BLOCK_D=block
-        )
+            c, targets, entry, scale, *(uniform or (None, None)), out, len(c), d, col0, c.stride(0),
+            HAS_SCALE=scale is not None, HAS_UNIFORM=uniform is not None, BLOCK_D=block,
+        )  # fmt: skip
     else:
         ids = targets - col0
         live = (ids >= 0) & (ids < len(c))
         rows = c[torch.where(live, ids, 0)].to(out.dtype).mul_(entry[:, None]).masked_fill_(~live[:, None], 0)
+        if uniform is not None:
+            rows.addr_(*uniform)
         out.copy_(rows if scale is None else rows.add_(out * scale[:, None]))
 
 

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .collectives import all_reduce
 
+Rows = TypeVar("Rows", covariant=True)
 
-class Statistics(Protocol):
+
+class Statistics(Protocol[Rows]):
     """What a rank knows of its columns of a chunk of n rows (see kernels/statistics.py)."""
 
-    @property
-    def row_max(self) -> torch.Tensor: ...
+    def maxima(self) -> torch.Tensor: ...
 
-    def shares(self, row_max: torch.Tensor, bits: int) -> torch.Tensor: ...
+    def shares(self, maxima: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
-    def losses(self, row_max: torch.Tensor, shares: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def rows(self, maxima: torch.Tensor, sums: torch.Tensor, first: torch.Tensor | None, bits: int) -> Rows: ...
 
 
-def merge_statistics(
-    statistics: Statistics, bits: int, group: dist.ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row_max, log_sum, loss) of each row, [n], from every rank's statistics; two collectives of O(n).
+def merge_statistics(statistics: Statistics[Rows], bits: int, group: dist.ProcessGroup | None) -> Rows:
+    """What is known of each row, from every rank's statistics; two collectives of O(n), three with an argmax.
 
-    ``lse = row_max + log_sum`` and ``loss = lse - z``, after Milakov and Gimelshein (2018). The sums are 64-bit
-    integers relative to the global maximum, so that no order of addition shows. A row that holds a NaN or +inf, and
-    one whose target no rank owns, gets the loss NaN.
+    After the online softmax of Milakov and Gimelshein (2018). The sums are 64-bit integers relative to global maxima,
+    so that no order of addition shows.
     """
-    row_max = statistics.row_max
+    maxima = statistics.maxima()
     if group is not None:
-        row_max = row_max.clone()
-        all_reduce(row_max, group, dist.ReduceOp.MAX)  # collective
-    shares = statistics.shares(row_max, bits)
-    all_reduce(shares, group)  # collective
-    return row_max, *statistics.losses(row_max, shares, bits)
+        maxima = maxima.clone()
+    all_reduce(maxima, group, dist.ReduceOp.MAX)  # collective
+    sums, first = statistics.shares(maxima, bits)
+    all_reduce(sums, group)  # collective
+    if first is not None:
+        all_reduce(first, group, dist.ReduceOp.MIN)  # collective
+    return statistics.rows(maxima, sums, first, bits)
