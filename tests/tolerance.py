@@ -10,9 +10,10 @@ The truth is the reference in fp64. A result may be off by what its yardstick is
   seen wherever many tokens average out, hence ``FACTOR_FP32``. Where few do, chance may favour the yardstick tenfold,
   and what is left is what one rounding of the result, 2**-23, and one of the largest logit can do: a logit of size x
   is off by x * 2**-24, and so is its exponential in relation to itself.
-- the gradient of a factor of all logits, one number, whose yardstick can be right by chance: the same, what is left
-  in relation to the sum of its terms' magnitudes, of which there is one a logit. Where ``dx`` may be rounded, it adds
-  a random error of each term, of which ``DEVIATIONS`` standard deviations are allowed.
+- the gradient of a factor of all logits, one number, whose yardstick can be right by chance: as fp32 gradients, what
+  is left in relation to the sum of its terms' magnitudes, of which there is one a logit. It comes of the products of
+  the tensor cores, so with 16-bit inputs ``dx`` but for the targets' entries has been rounded once: a random error of
+  each term, of which ``DEVIATIONS`` standard deviations are allowed.
 - fp64: 1e-12, thousands of its roundings.
 - losses, log-probabilities and entropies, and so the gradients of tokens' weights, which are losses: ``LOSS``
   relative to torch's cross_entropy on fp32 logits and to the truth.
@@ -133,7 +134,7 @@ def assert_gradients(
             _assert_token_weight_gradient(gradient, truth[name], fixed[name].abs().max(), inputs.hidden.dtype)
         elif name == "logit_scale":
             terms = _scale_terms(function, clean, upstream, options)
-            _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, inputs.hidden.dtype, yardstick)
+            _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, inputs.hidden.dtype)
         else:
             candidates = [yard[name]] if name not in coarse else [yard[name], coarse[name]]
             assert_gradient(gradient, truth[name], candidates, name, largest_logit=largest)
@@ -177,22 +178,22 @@ def _assert_scale_gradient(
     gradient: torch.Tensor,
     truth: torch.Tensor,
     yard: torch.Tensor,
-    terms: torch.Tensor,
+    terms: tuple[torch.Tensor, torch.Tensor],
     largest_logit: float,
     computed: torch.dtype,
-    yardstick: Yardstick,
 ) -> None:
-    """``terms`` [...]: what ``truth`` is the sum of; ``computed``: the dtype of the hidden states."""
+    """``terms``: what ``truth`` is the sum of, those of the targets, and the others; ``computed``: the dtype of the
+    hidden states."""
     assert bool(gradient.isfinite()), "the gradient of logit_scale is not finite"
-    magnitude = terms.abs().sum()
+    magnitude = sum(part.abs().sum() for part in terms)
     if computed == torch.float64:
         bound = FP64 * magnitude
     else:
         bound = FACTOR_FP32 * (yard.to(gradient.dtype).double() - truth).abs()
         bound += (FLOOR_FP32 + largest_logit * 2.0**-24) * magnitude + truth.abs() * _unit(gradient.dtype)
-        if yardstick == "operands" and computed in (torch.bfloat16, torch.float16):
+        if computed in (torch.bfloat16, torch.float16):
             # errors are spread evenly over a last place, of two units of the number at most
-            bound += DEVIATIONS * _unit(computed) / 3**0.5 * terms.norm()
+            bound += DEVIATIONS * _unit(computed) / 3**0.5 * terms[1].norm()
     error = (gradient.double() - truth).abs()
     assert error <= bound, f"the gradient of logit_scale is {error:.3e} off {truth:.3e}, allowed {bound:.3e}"
 
@@ -276,12 +277,17 @@ def _gradient_of_product(
     return found
 
 
-def _scale_terms(function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]) -> torch.Tensor:
-    """What the gradient of logit_scale is the sum of: each logit's gradient times what the factor multiplies."""
+def _scale_terms(
+    function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the gradient of logit_scale is the sum of: each logit's gradient times what the factor multiplies, of the
+    targets and of the others."""
     product = _product(inputs, torch.float64).detach()
     _, scaled = _apart(product, options)
     terms = _gradient_of_product(function, scaled, inputs.targets, upstream, options) * product
-    return terms.flatten(0, -2)[_valid(inputs, options)]
+    valid = _valid(inputs, options)
+    terms, labels = terms.flatten(0, -2)[valid], inputs.targets.flatten()[valid].long()[:, None]
+    return terms.gather(1, labels), terms.scatter(1, labels, 0)
 
 
 def _weights_of_tokens(inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]) -> torch.Tensor:
