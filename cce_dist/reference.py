@@ -79,7 +79,8 @@ def cross_entropy(
     if denominator is not None:
         divisor = torch.as_tensor(denominator, device=x.device).to(x.dtype)
     # nothing that counts: 0, not 0 / 0
-    return total / torch.where((total == 0) & (divisor == 0), 1, divisor)
+    nothing = (total == 0) & (divisor == 0)
+    return torch.where(nothing, 0, total / torch.where(nothing, 1, divisor))
 
 
 def log_probs(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 IGNORED = -100
+# what changes a token's loss or its part in the result
+OPTIONS = ("token_weight", "class_weight", "logit_scale", "softcap", "label_smoothing", "z_loss")
+# what can have a gradient, in the order of the tests' lists of gradients
+TRAINABLE = ("hidden", "weight", "bias", "logit_scale", "token_weight")
 
 
 class Inputs(NamedTuple):
@@ -72,3 +77,46 @@ def make_upstream(loss: torch.Tensor) -> torch.Tensor | None:
     if loss.dim() == 0:
         return None
     return torch.rand(loss.shape, generator=torch.Generator().manual_seed(1)).to(loss.device)
+
+
+def make_options(
+    names: Collection[str], inputs: Inputs, *, frozen: Collection[str] = (), seed: int = 2
+) -> dict[str, Any]:
+    """Values that make a difference, of the options ``names``. Some classes and one token weigh nothing, an ignored
+    token NaN. Tensors ask for gradients where the library has them, but for those ``frozen``."""
+    generator = torch.Generator().manual_seed(seed)
+    device, wide = inputs.hidden.device, torch.promote_types(inputs.hidden.dtype, torch.float32)
+    of_token = torch.rand(inputs.targets.shape, generator=generator, dtype=torch.float64) + 0.5
+    of_class = torch.rand(len(inputs.weight), generator=generator, dtype=torch.float64) + 0.25
+    of_token.view(-1)[-1:] = 0
+    of_token[inputs.targets.cpu() == IGNORED] = torch.nan
+    of_class[3::7] = 0
+    values: dict[str, Any] = {
+        "token_weight": of_token.to(device, wide).requires_grad_("token_weight" not in frozen),
+        "class_weight": of_class.to(device, wide),
+        "logit_scale": torch.tensor(0.7, dtype=wide, device=device, requires_grad="logit_scale" not in frozen),
+        "softcap": 2.5,
+        "label_smoothing": 0.15,
+        "z_loss": 0.02,
+    }
+    return {name: values[name] for name in names}
+
+
+def trained(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors that ask for gradients, by name."""
+    tensors = {**inputs._asdict(), **options}
+    found = {name: tensors.get(name) for name in TRAINABLE}
+    return {name: x for name, x in found.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+
+
+def gradients_of(
+    results: torch.Tensor | tuple[torch.Tensor, ...],
+    inputs: Inputs,
+    options: Mapping[str, Any],
+    upstream: Any = None,
+    **how: Any,
+) -> list[torch.Tensor | None]:
+    """Those of TRAINABLE, None where none is asked for."""
+    tensors = trained(inputs, options)
+    found = dict(zip(tensors, torch.autograd.grad(results, [*tensors.values()], upstream, **how), strict=True))
+    return [found.get(name) for name in TRAINABLE]

@@ -10,9 +10,10 @@ The truth is the reference in fp64. A result may be off by what its yardstick is
   seen wherever many tokens average out, hence ``FACTOR_FP32``. Where few do, chance may favour the yardstick tenfold,
   and what is left is what one rounding of the result, 2**-23, and one of the largest logit can do: a logit of size x
   is off by x * 2**-24, and so is its exponential in relation to itself.
-- the gradient of a factor of all logits, one number, whose yardstick can be right by chance: the same, what is left
-  in relation to the sum of its terms' magnitudes, of which there is one a logit. Where ``dx`` may be rounded, it adds
-  a random error of each term, of which ``DEVIATIONS`` standard deviations are allowed.
+- the gradient of a factor of all logits, one number, whose yardstick can be right by chance: as fp32 gradients, what
+  is left in relation to the sum of its terms' magnitudes, of which there is one a logit. It comes of the products of
+  the tensor cores, so with 16-bit inputs ``dx`` but for the targets' entries has been rounded once: a random error of
+  each term, of which ``DEVIATIONS`` standard deviations are allowed.
 - fp64: 1e-12, thousands of its roundings.
 - losses, log-probabilities and entropies, and so the gradients of tokens' weights, which are losses: ``LOSS``
   relative to torch's cross_entropy on fp32 logits and to the truth.
@@ -25,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from inputs import Inputs
+from inputs import TRAINABLE, Inputs
 
 from cce_dist import reference
 
@@ -107,9 +108,8 @@ def assert_gradients(
     function: Function = reference.cross_entropy,
     **options: Any,
 ) -> None:
-    """``gradients`` of hidden, weight and bias (None: not asked for), and after these of the tensors ``logit_scale``
-    and ``token_weight`` among the options, for the ``upstream`` gradient of the loss, or of all that ``function``
-    returns."""
+    """``gradients`` of hidden, weight and bias, and where they are options of logit_scale and token_weight (None: not
+    asked for), for the ``upstream`` gradient of the loss, or of all that ``function`` returns."""
     clean = _without_ignored(inputs, options)
     truth, yard = (
         _gradients_of(function, clean, upstream, dtype, options) for dtype in (torch.float64, torch.float32)
@@ -122,7 +122,7 @@ def assert_gradients(
         )  # fmt: skip
         # -inf is exact
         largest = float(x[x.isfinite()].abs().max()) if x.isfinite().any() else 0.0
-    for name, gradient in zip(_NAMES, gradients, strict=False):
+    for name, gradient in zip(TRAINABLE, gradients, strict=False):
         if gradient is None:
             continue
         tensor = getattr(inputs, name) if name in Inputs._fields else options[name]
@@ -130,17 +130,14 @@ def assert_gradients(
         assert gradient.dtype == tensor.dtype, f"the gradient of {name} is {gradient.dtype}, expected {tensor.dtype}"
         assert gradient.shape == tensor.shape, f"the gradient of {name} has the shape {tuple(gradient.shape)}"
         if name == "token_weight":
-            _assert_token_weight_gradient(gradient, truth[name])
+            fixed = _gradients_of(function, clean, upstream, torch.float64, _with_divisor(clean, options))
+            _assert_token_weight_gradient(gradient, truth[name], fixed[name].abs().max(), inputs.hidden.dtype)
         elif name == "logit_scale":
             terms = _scale_terms(function, clean, upstream, options)
-            rounded = inputs.hidden.dtype if yardstick == "operands" else None
-            _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, rounded)
+            _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, inputs.hidden.dtype)
         else:
             candidates = [yard[name]] if name not in coarse else [yard[name], coarse[name]]
             assert_gradient(gradient, truth[name], candidates, name, largest_logit=largest)
-
-
-_NAMES = ("hidden", "weight", "bias", "logit_scale", "token_weight")
 
 
 def assert_gradient(
@@ -181,30 +178,34 @@ def _assert_scale_gradient(
     gradient: torch.Tensor,
     truth: torch.Tensor,
     yard: torch.Tensor,
-    terms: torch.Tensor,
+    terms: tuple[torch.Tensor, torch.Tensor],
     largest_logit: float,
-    rounded: torch.dtype | None,
+    computed: torch.dtype,
 ) -> None:
-    """``terms`` [...]: what ``truth`` is the sum of; ``rounded``: the dtype that ``dx`` may be rounded to."""
+    """``terms``: what ``truth`` is the sum of, those of the targets, and the others; ``computed``: the dtype of the
+    hidden states."""
     assert bool(gradient.isfinite()), "the gradient of logit_scale is not finite"
-    magnitude = terms.abs().sum()
-    if gradient.dtype == torch.float64:
+    magnitude = sum(part.abs().sum() for part in terms)
+    if computed == torch.float64:
         bound = FP64 * magnitude
     else:
         bound = FACTOR_FP32 * (yard.to(gradient.dtype).double() - truth).abs()
         bound += (FLOOR_FP32 + largest_logit * 2.0**-24) * magnitude + truth.abs() * _unit(gradient.dtype)
-        if rounded in (torch.bfloat16, torch.float16):
-            # errors are spread evenly over a last place, whose size is between one and two units of the number
-            bound += DEVIATIONS * _unit(rounded) / 3**0.5 * terms.norm()
+        if computed in (torch.bfloat16, torch.float16):
+            # errors are spread evenly over a last place, of two units of the number at most
+            bound += DEVIATIONS * _unit(computed) / 3**0.5 * terms[1].norm()
     error = (gradient.double() - truth).abs()
     assert error <= bound, f"the gradient of logit_scale is {error:.3e} off {truth:.3e}, allowed {bound:.3e}"
 
 
-def _assert_token_weight_gradient(gradient: torch.Tensor, truth: torch.Tensor) -> None:
-    error, largest = (gradient.double() - truth).abs(), truth.abs().max()
-    allowed = FP64 if gradient.dtype == torch.float64 else LOSS + _unit(gradient.dtype)
-    assert bool((error <= allowed * largest).all()), (
-        f"an element of the gradient of token_weight is {error.max() / largest:.3e} off, allowed {allowed:.3e}"
+def _assert_token_weight_gradient(
+    gradient: torch.Tensor, truth: torch.Tensor, size: torch.Tensor, computed: torch.dtype
+) -> None:
+    """``size``: the largest of the losses that it is made of."""
+    error = (gradient.double() - truth).abs()
+    allowed = FP64 if computed == torch.float64 else LOSS + _unit(gradient.dtype)
+    assert bool((error <= allowed * size).all()), (
+        f"an element of the gradient of token_weight is {error.max() / size:.3e} off, allowed {allowed:.3e}"
     )
 
 
@@ -276,12 +277,17 @@ def _gradient_of_product(
     return found
 
 
-def _scale_terms(function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]) -> torch.Tensor:
-    """What the gradient of logit_scale is the sum of: each logit's gradient times what the factor multiplies."""
+def _scale_terms(
+    function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the gradient of logit_scale is the sum of: each logit's gradient times what the factor multiplies, of the
+    targets and of the others."""
     product = _product(inputs, torch.float64).detach()
     _, scaled = _apart(product, options)
     terms = _gradient_of_product(function, scaled, inputs.targets, upstream, options) * product
-    return terms.flatten(0, -2)[_valid(inputs, options)]
+    valid = _valid(inputs, options)
+    terms, labels = terms.flatten(0, -2)[valid], inputs.targets.flatten()[valid].long()[:, None]
+    return terms.gather(1, labels), terms.scatter(1, labels, 0)
 
 
 def _weights_of_tokens(inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]) -> torch.Tensor:
@@ -300,6 +306,18 @@ def _weights_of_tokens(inputs: Inputs, upstream: Upstream, options: Mapping[str,
         divisor = options.get("denominator")
         reduced = reduced / (weight.sum() if divisor is None else torch.as_tensor(divisor).to(device))
     return torch.autograd.grad(reduced, losses, *_like(upstream, reduced))[0]
+
+
+def _with_divisor(inputs: Inputs, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A mean's divisor as a constant: with it, the gradient of token_weight is the losses. Without it, it is their
+    difference from the mean, whose error is still that of the losses."""
+    if options.get("reduction", "mean") != "mean" or options.get("denominator") is not None:
+        return dict(options)
+    valid = _valid(inputs, options)
+    weight = options["token_weight"].detach().flatten()[valid].double()
+    if options.get("class_weight") is not None:
+        weight = weight * options["class_weight"][inputs.targets.flatten()[valid].long()]
+    return {**options, "denominator": weight.sum()}
 
 
 def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
