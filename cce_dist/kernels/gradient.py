@@ -47,6 +47,7 @@ def _panel_gradient_kernel(
     num_n = tl.cdiv(tl.maximum(rows, 0), BLOCK_N)
     num_v = tl.cdiv(width, BLOCK_V)
     num_steps = tl.cdiv(D, BLOCK_D)
+    FULL: tl.constexpr = (c.dtype if TMA else c.dtype.element_ty) == tl.float32
     tile = tl.program_id(0) - tl.num_programs(0)
     step = num_steps - 1
     n = tile * 0
@@ -66,7 +67,7 @@ def _panel_gradient_kernel(
             offs_n = n + tl.arange(0, BLOCK_N)
             mask_n = offs_n < rows
             offs_v = v0 + v + tl.arange(0, BLOCK_V)
-            y = as_logits(x, bias_ptr, scale_ptr, softcap, offs_v, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+            y = as_logits(x, bias_ptr, scale_ptr, softcap, offs_v, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, FULL)
             x = y * softcap if HAS_SOFTCAP else y
             row_max = tl.load(row_max_ptr + row0 + offs_n, mask=mask_n, other=0.0)
             log_sum = tl.load(log_sum_ptr + row0 + offs_n, mask=mask_n, other=0.0)

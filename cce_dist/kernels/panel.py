@@ -12,7 +12,7 @@ from .tiles import add_product, halves, load_tile, store_tile, tile_position
 
 @triton.jit
 def _finished(x, bias_ptr, softcap, scale, offs_v, V, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    x = as_logits(x, bias_ptr, bias_ptr, softcap, offs_v, V, HAS_BIAS, False, HAS_SOFTCAP)
+    x = as_logits(x, bias_ptr, bias_ptr, softcap, offs_v, V, HAS_BIAS, False, HAS_SOFTCAP, True)
     if HAS_SOFTCAP:
         x *= softcap
     return x * scale

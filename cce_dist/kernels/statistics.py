@@ -49,6 +49,7 @@ def _panel_statistics_kernel(
     num_n = tl.cdiv(tl.maximum(rows, 0), BLOCK_N)
     num_v = tl.cdiv(V, BLOCK_V)
     num_steps = tl.cdiv(D, BLOCK_D)
+    FULL: tl.constexpr = (c.dtype if TMA else c.dtype.element_ty) == tl.float32
     tile = tl.program_id(0) - tl.num_programs(0)
     step = num_steps - 1
     n = tile * 0
@@ -69,7 +70,7 @@ def _panel_statistics_kernel(
             offs_v = v + tl.arange(0, BLOCK_V)
             mask_n = offs_n < rows
             offs_tile = (v // BLOCK_V).to(tl.int64) * stride_tile + offs_n
-            x = as_logits(x, bias_ptr, scale_ptr, softcap, offs_v, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP)
+            x = as_logits(x, bias_ptr, scale_ptr, softcap, offs_v, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, FULL)
             if HAS_SOFTCAP:
                 x *= softcap
             if TOTAL:
@@ -94,14 +95,12 @@ def _panel_statistics_kernel(
             # whole powers of two, whose differences are exact
             base = tl.floor(safe * LOG2E + 0.5)
             left = tl.exp2(-tl.fma(safe, tl.zeros_like(safe) + LOG2E, -base))
+            p = tl.exp2(tl.fma(x, scale, -base[:, None]))
             if ENERGY:
                 # past the smallest exponential, so that an infinite distance is none
                 below = tl.maximum(x - safe[:, None], -110.0)
-                x = tl.exp2(tl.fma(x, scale, -base[:, None]))
-                tl.store(tile_energy_ptr + offs_tile, tl.sum(x * below, 1) * left, mask=mask_n)
-            else:
-                x = tl.exp2(tl.fma(x, scale, -base[:, None]))
-            s = tl.sum(x, 1) * left
+                tl.store(tile_energy_ptr + offs_tile, tl.sum(p * below, 1) * left, mask=mask_n)
+            s = tl.sum(p, 1) * left
             tl.store(tile_max_ptr + offs_tile, m, mask=mask_n)
             tl.store(tile_sum_ptr + offs_tile, s, mask=mask_n)
             if KEEP:
@@ -109,17 +108,15 @@ def _panel_statistics_kernel(
                 other = tl.floor(reference * LOG2E + 0.5)
                 left = tl.fma(reference, tl.zeros_like(safe) + LOG2E, -other)
                 if HAS_SOFTCAP:
-                    # the logits again, since both would not fit the registers. one that is lost is of an exponential
-                    # of 0
-                    y = (tl.log2(tl.maximum(x, 1e-37)) + base[:, None]) * (1.0 / (LOG2E * softcap))
-                    x *= 1.0 - y * y
+                    y = x * (1.0 / softcap)
+                    p *= 1.0 - y * y
                 # a row that would overflow is written again with another reference
-                x *= (tl.exp2(tl.minimum(base - other, 126.0)) * tl.exp2(-left))[:, None]
+                p *= (tl.exp2(tl.minimum(base - other, 126.0)) * tl.exp2(-left))[:, None]
                 if n + BLOCK_N > rows:
                     # a row past the count sees 0 times the classifier, and the bias: no number where either is inf
-                    x = tl.where(mask_n[:, None], x, 0.0)
+                    p = tl.where(mask_n[:, None], p, 0.0)
                 store_tile(
-                    panel, x.to(panel.dtype if TMA_PANEL else panel.dtype.element_ty), n, v, N, V, stride_panel,
+                    panel, p.to(panel.dtype if TMA_PANEL else panel.dtype.element_ty), n, v, N, V, stride_panel,
                     BLOCK_N, BLOCK_V, TMA_PANEL,
                 )  # fmt: skip
             x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
