@@ -15,7 +15,7 @@ from .kernels.config import TILE_V, tiles_for
 from .kernels.gradient import RowState, column_sums, panel_gradient
 from .kernels.logits import LogitMap
 from .kernels.product import hidden_gradient, weight_gradient
-from .kernels.rows import pack_order, packing, scale_rows, take_rows, unpacking
+from .kernels.rows import pack_order, packing, row_dots, scale_rows, take_rows, unpacking
 from .kernels.runtime import SecondStream, cdiv, round_up, target_of
 from .kernels.statistics import RowStatistics, TileStatistics, Wanted, panel_statistics, sum_bits
 from .kernels.target import ClassSums, class_sums, drop_targets, target_logits, target_rows
@@ -345,15 +345,6 @@ class _HiddenGradient:
         self.packed = torch.empty(these.num_rows, these.c.shape[1], dtype=these.wide, device=these.c.device)
         self.reductions: list[dist.Work | None] = []
 
-    def dots(self, these: _Operands, rows: slice) -> torch.Tensor:
-        """The sum over the share's rows of their products with the hidden states, [] fp64."""
-        total, step = torch.zeros((), dtype=torch.float64, device=self.packed.device), 256
-        for start in range(rows.start, rows.stop, step):
-            block = slice(start, min(start + step, rows.stop))
-            products = self.packed[block] * these.e[block]
-            total += torch.where(these.live(block)[:, None], products, 0).sum(dtype=torch.float64)
-        return total
-
     def reduce(self, rows: slice) -> None:
         """Starts the sum of the share's rows, of all of them where the ranks have slices."""
         if not self.needed:
@@ -405,7 +396,8 @@ class _Gradients:
         """Adds to the scale's gradient what rows of the hidden states' share say, before these are reduced."""
         if self.scale is not None:
             assert self.hidden is not None
-            self.scale += self.hidden.dots(self.these, rows)
+            share, e = self.hidden.packed[rows], self.these.e[rows]
+            self.scale += row_dots(share, e, self.these.count, row0=rows.start).sum(dtype=torch.float64)
 
     def finish(self, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Those of hidden, weight, bias and scale, times ``factor`` and the logits' scale, which the weight's has."""

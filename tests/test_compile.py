@@ -134,6 +134,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     x, order, count, scale = torch.zeros(n, d, dtype=dtype), torch.arange(n), torch.tensor(n), torch.ones(())
     rows.take_rows(x, order)
     rows.scale_rows(x, torch.zeros(n))
+    rows.row_dots(torch.zeros(n, d), x, count)
     rows.take_rows(torch.zeros(n, d), order, scale=scale, dtype=dtype)
     ids, row, panel = torch.zeros(n, dtype=torch.int64), torch.zeros(n), torch.zeros(n, v, dtype=dtype)
     c = torch.zeros(v, d, dtype=dtype)
@@ -262,8 +263,8 @@ def test_row_kernels_compile(record, chip, dtype) -> None:
     launches = record(chip)
     launch_rows(dtype)
     assert [launch.kernel.__name__[1:-7] for launch in launches] == [
-        "take_rows", "scale_rows", "take_rows", "target_logits", "target_logits", "drop_targets", "target_rows",
-        "target_rows", "target_rows",
+        "take_rows", "scale_rows", "row_dots", "take_rows", "target_logits", "target_logits", "drop_targets",
+        "target_rows", "target_rows", "target_rows",
         "class_sums", "class_sums", "class_sums", "class_sums", "column_sums",
         "fold_max", "shares", "losses", "fold_max", "shares", "losses",
     ]  # fmt: skip

@@ -83,6 +83,34 @@ def scale_rows(x: torch.Tensor, scale: torch.Tensor) -> None:
         _scale_rows_kernel[(n, triton.cdiv(d, block))](x, scale, d, BLOCK_D=block)
 
 
+@triton.jit
+def _row_dots_kernel(x_ptr, y_ptr, count_ptr, out_ptr, D, row0, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    live = row0 + row < tl.load(count_ptr)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    # a row without a token may hold anything
+    for d in range(0, tl.where(live, D, 0), BLOCK_D):
+        offs_d = d + tl.arange(0, BLOCK_D)
+        x = tl.load(x_ptr + row * D + offs_d, mask=offs_d < D, other=0.0)
+        total += x * tl.load(y_ptr + row * D + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, tl.sum(total, 0))
+
+
+def row_dots(x: torch.Tensor, y: torch.Tensor, count: torch.Tensor, *, row0: int = 0) -> torch.Tensor:
+    """``sum_d x[n, d] y[n, d]`` of the rows before ``count - row0``, 0 for the others: [N, D] fp32 and of any dtype,
+    contiguous -> [N] fp32."""
+    n, d = x.shape
+    out = torch.zeros(n, dtype=x.dtype, device=x.device)
+    if not triton_serves(x):
+        for start in range(0, max(0, min(n, int(count) - row0)), 256):
+            rows = slice(start, min(start + 256, int(count) - row0))
+            out[rows] = (x[rows] * y[rows]).sum(1)
+    elif out.numel():
+        block = min(1024, triton.next_power_of_2(d))
+        _row_dots_kernel[(n,)](x, y, count, out, d, row0, BLOCK_D=block)
+    return out
+
+
 def packing(ids: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """The token that each packed row holds, -1 where it holds none: the index by which :func:`take_rows` packs."""
     padded = torch.nn.functional.pad(order, (0, len(ids) - len(order)))
