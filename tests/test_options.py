@@ -180,8 +180,8 @@ def calls(draw):
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]))
     half = dtype in (torch.float16, torch.bfloat16)
     # one rounding of few elements is near or far by chance
-    size = draw(st.integers(16 if half else 4, 40)), draw(st.integers(16 if half else 4, 40))
-    v = draw(st.one_of(st.sampled_from([64, 255, 257, 512]), st.integers(100 if half else 2, 600)))
+    size = draw(st.integers(16 if half else 8, 40)), draw(st.integers(16 if half else 8, 40))
+    v = draw(st.one_of(st.sampled_from([64, 255, 257, 512]), st.integers(100 if half else 16, 600)))
     bias, ignored = draw(st.sampled_from([False, True, -30.0])), draw(st.sampled_from([0.0, 0.3, 0.8, 1.1]))
     made = {"bias": bias, "ignored": ignored, "spread": draw(st.sampled_from([0.01, 1.0, 8.0]))}
     names = draw(st.lists(st.sampled_from(OPTIONS), unique=True, min_size=1))
