@@ -66,8 +66,11 @@ def assert_whole_gradients(gradients, shard, inputs, upstream, **options) -> Non
 
 
 def check_options(group, device, layout, dtype, v, method, names, n=35):
-    make = make_trained_inputs if dtype == torch.bfloat16 else make_inputs
-    inputs = spoil_ignored(make(n, 24, v, dtype, device=device, bias=True, ignored=0.2))
+    if dtype == torch.bfloat16:
+        inputs = make_trained_inputs(300, 64, v, dtype, device=device, bias=True, ignored=0.2)
+    else:
+        inputs = make_inputs(n, 24, v, dtype, device=device, bias=True, ignored=0.2)
+    spoil_ignored(inputs)
     shard = shard_of(layout, v, group)
     ours = local(inputs, shard)
     options = make_options(names, inputs, frozen=("token_weight",) if method == "fused" else ())
@@ -79,7 +82,8 @@ def check_options(group, device, layout, dtype, v, method, names, n=35):
 
     base = call("recompute")
     upstream = upstream_for(base.shape, device)
-    with forced_plan(**SEAMS[method]):
+    # sums of fp16 do not wait for blocks of tokens
+    with forced_plan(**{name: x for name, x in SEAMS[method].items() if name != "rows" or dtype != torch.float16}):
         loss = call(method)
         assert torch.equal(loss, base), "the loss depends on the method"
         assert_same_bits(loss, group)
@@ -119,11 +123,10 @@ def test_small_vocabularies_and_empty_shards(ranks, layout, v) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes(ranks, dtype) -> None:
-    n = 150 if dtype == torch.bfloat16 else 35
     for names in MANY:
-        ranks.run(check_options, "padded", dtype, V, "recompute", names, n, ranks=2)
+        ranks.run(check_options, "padded", dtype, V, "recompute", names, ranks=2)
         if dtype != torch.float16:
-            ranks.run(check_options, "even", dtype, V, "fused", names, n, ranks=2)
+            ranks.run(check_options, "even", dtype, V, "fused", names, ranks=2)
 
 
 @pytest.mark.parametrize(
