@@ -164,7 +164,7 @@ class _Operands:
     @property
     def wanted(self) -> Wanted:
         stats, entropy = self.options.stats, self.options.entropy
-        return Wanted(self.class_weight, stats or entropy, stats)
+        return Wanted(self.class_weight, stats or entropy, stats, self.options.softcap is not None)
 
     def in_order(self, rows: torch.Tensor, ignored: int = 0) -> torch.Tensor:
         """Packed rows' values -> the tokens', ``ignored`` for ignored ones."""
@@ -183,8 +183,9 @@ class _Operands:
         none, wanted = torch.zeros(0, dtype=self.wide, device=self.c.device), self.wanted
         total = None if wanted.class_weight is None else none.double()
         return RowStatistics(
-            none, none, none, none if wanted.entropy else None, total, none.long() if wanted.argmax else None
-        )
+            none, none, none, none if wanted.entropy else None, total, none.long() if wanted.argmax else None,
+            none if wanted.logit else None,
+        )  # fmt: skip
 
 
 class TokenValues(NamedTuple):
@@ -330,7 +331,7 @@ def _save(
     entropy = rows.entropy if these.options.entropy else None
     ctx.save_for_backward(
         *inputs[:4], inputs.class_weight, these.whole, these.ids, these.order, these.count, rows.row_max,
-        rows.log_sum, rows.loss, entropy, panel, reference, token_weight,
+        rows.log_sum, rows.loss, entropy, rows.logit, panel, reference, token_weight,
     )  # fmt: skip
     ctx.options = these.options
 
@@ -410,7 +411,9 @@ class _Gradients:
         if self.scale is not None:
             if logits.bias is not None:
                 assert self.bias is not None
-                self.scale += torch.dot(self.bias[: len(these.c)].double(), logits.bias.double())
+                d_bias = self.bias[: len(these.c)].double()
+                # of a class that is impossible nothing depends, though its bias is infinite
+                self.scale += torch.where(d_bias == 0, 0, d_bias * logits.bias).sum()
             all_reduce(self.scale, these.shard.group)  # collective
             scale = (self.scale * factor).to(these.wide)
         bias = (self.bias * scaled).to(self.dtype) if self.bias is not None and self.needs_bias else None
@@ -593,11 +596,11 @@ def _gradients(
     """The second pass: the gradients of hidden, weight, bias and scale from what forward saved."""
     (
         hidden, weight, bias, logit_scale, class_weight, whole, ids, order, count, row_max, log_sum, loss, entropy,
-        kept, reference, _,
+        logit, kept, reference, _,
     ) = ctx.saved_tensors  # fmt: skip
     inputs = LossInputs(hidden, weight, bias, logit_scale, order, class_weight)
     these = _Operands.start(inputs, ctx.options, places=(ids, order, count), whole=whole)  # collective
-    rows = RowStatistics(row_max, log_sum, loss, entropy)
+    rows = RowStatistics(row_max, log_sum, loss, entropy, logit=logit)
     if grad_losses is None:
         grad_losses = torch.zeros(len(order), dtype=these.wide, device=weight.device)
     grad_entropy = None if entropy is None or grad_entropy is None else these.packed(grad_entropy)

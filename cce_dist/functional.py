@@ -169,7 +169,7 @@ def linear_cross_entropy(  # type: ignore[misc]
             nothing = ~valid.any()
             if call.divided is not None:
                 nothing = nothing | ((divisor == 0) & (total == 0))
-            total = total / torch.where(nothing, torch.ones_like(total), divisor)
+            total = torch.where(nothing, 0, total / torch.where(nothing, torch.ones_like(total), divisor))
         loss = total.to(torch.promote_types(call.inputs.hidden.dtype, torch.float32))
     if not return_stats:
         return loss

@@ -96,7 +96,7 @@ class Objective:
             factor = factor - grad_entropy * rows.entropy.double()
             entry = entry - grad_entropy * p * (rows.entropy.double() - torch.where(p == 0, 0, nll))
             log_factor = torch.where(used, -grad_entropy, 0).to(dtype)
-        slope = logits.slope(lse - nll)
+        slope = None if rows.logit is None else logits.slope(rows.logit.double())
         if slope is not None:
             entry = entry * slope
         uniform = None

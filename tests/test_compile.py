@@ -152,7 +152,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     gradient.column_sums(panel, row, count, torch.zeros(v))
     each = torch.zeros(501, n)
     for extra in ((), (each, each, each.int())):
-        tiles = statistics.TileStatistics(each, each, ids, row, 4096, v, *extra)
+        tiles = statistics.TileStatistics(each, each, ids, row, 4096, v, False, *extra)
         maxima = tiles.maxima()
         tiles.rows(maxima, *tiles.shares(maxima, 45), 45)
 

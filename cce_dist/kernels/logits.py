@@ -62,8 +62,8 @@ def as_logits(
     x, bias_ptr, scale_ptr, softcap, offs_v, V,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The logits, but for the factor ``softcap`` where they are capped: in ``FULL`` precision, or as exact as logits of
-    the cap's size can be, by half of the instructions."""
+    """The logits, but for the factor ``softcap`` where they are capped: in ``FULL`` precision, or as exact as logits
+    of the cap's size can be, by half of the instructions."""
     if HAS_BIAS:
         x += tl.load(bias_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
     if HAS_SCALE:

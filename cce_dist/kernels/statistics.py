@@ -210,12 +210,13 @@ def _losses_kernel(row_max_ptr, shares_ptr, log_sum_ptr, loss_ptr, N, unit, BLOC
 
 @dataclass(frozen=True)
 class Wanted:
-    """What statistics are to say beside the loss: ``entropy`` of the softmax, ``argmax``, and with ``class_weight``
-    [V] fp32 the sum of the logits times it."""
+    """What statistics are to say beside the loss: ``entropy`` of the softmax, ``argmax``, the target's ``logit``, and
+    with ``class_weight`` [V] fp32 the sum of the logits times it."""
 
     class_weight: torch.Tensor | None = None
     entropy: bool = False
     argmax: bool = False
+    logit: bool = False
 
     def __getitem__(self, classes: slice) -> Wanted:
         """The same of a range of classes."""
@@ -235,6 +236,7 @@ class RowStatistics(NamedTuple):
     entropy: torch.Tensor | None = None
     total: torch.Tensor | None = None  # sum of the logits, each times its class's weight; fp64
     argmax: torch.Tensor | None = None  # int64, the lowest of several
+    logit: torch.Tensor | None = None  # the target's
 
     @classmethod
     def cat(cls, parts: Sequence[RowStatistics]) -> RowStatistics:
@@ -260,6 +262,7 @@ class TileStatistics:
     logit: torch.Tensor
     col0: int
     num_columns: int
+    keep_logit: bool = False
     tile_total: torch.Tensor | None = None
     tile_energy: torch.Tensor | None = None
     tile_first: torch.Tensor | None = None
@@ -286,9 +289,8 @@ class TileStatistics:
             return self.row_max[None]
         if len(self.tile_total) == 0:
             return torch.stack([self.row_max, torch.zeros_like(self.row_max)])
-        return torch.stack(
-            [self.row_max, torch.linalg.vector_norm(self.tile_total, math.inf, 0).nan_to_num_(math.inf)]
-        )
+        largest = torch.linalg.vector_norm(self.tile_total, math.inf, 0)
+        return torch.stack([self.row_max, largest.nan_to_num_(math.inf, math.inf)])
 
     def shares(self, maxima: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(sums, first): [3 to 5, n] int64, to be added over ranks, and [n] int64, of which the smallest is taken.
@@ -356,7 +358,9 @@ class TileStatistics:
             largest = maxima[1].double()
             total = torch.where(largest.isfinite(), sums[-1].double() * (2.0**-bits * largest), -largest)
         argmax = None if first is None else torch.where((row_max == math.inf) | (first == NO_TARGET), -1, first)
-        return RowStatistics(row_max, log_sum, loss, entropy, total, argmax)
+        pattern = sums[1] if row_max.dtype == torch.float64 else sums[1].to(torch.int32)
+        logit = pattern.view(row_max.dtype) if self.keep_logit else None
+        return RowStatistics(row_max, log_sum, loss, entropy, total, argmax, logit)
 
 
 def panel_statistics(
@@ -390,7 +394,7 @@ def panel_statistics(
         wide = torch.promote_types(e.dtype, torch.float32)
         tile_max, tile_sum = e.new_empty(2, *shape, dtype=wide)
         out = TileStatistics(
-            tile_max, tile_sum, targets[part], logit[part], col0, len(c),
+            tile_max, tile_sum, targets[part], logit[part], col0, len(c), wanted.logit,
             e.new_empty(shape, dtype=wide) if wanted.class_weight is not None else None,
             e.new_empty(shape, dtype=wide) if wanted.entropy else None,
             e.new_empty(shape, dtype=torch.int32) if wanted.argmax else None,
