@@ -28,8 +28,8 @@ from .validation import validate_denominator
 DEFAULT_PANELS = 512 << 20
 # the rows of a panel from the most to the fewest, and the columns at least and at most: fewer leave multiprocessors
 # idle, more gain nothing
-PANEL_ROWS = (8192, 4096, 2048, 1024)
-PANEL_COLUMNS = (512, 8192)
+PANEL_ROWS = (8192, 4096)
+PANEL_COLUMNS = (2048, 8192)
 
 
 def linear_kl_div(
