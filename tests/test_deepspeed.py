@@ -23,9 +23,6 @@ from deepspeed_jobs import (
 from cce_dist import reference
 from cce_dist.integrations.deepspeed import head_loss, prepare
 
-for library in ("deepspeed", "transformers"):
-    pytest.importorskip(library, reason="needs the extra deepspeed")
-
 
 def check_job(device, job, prepare="after"):
     assert_within(job, *measure(job, device, prepare))
