@@ -29,10 +29,10 @@ def check_job(device, job, prepare="after"):
 
 
 def in_every_run(job):
-    """Enough of all jobs that each mode meets each stage and dtype, and a tie."""
+    """Enough of all jobs that each mode meets each stage, each dtype, and a tie."""
     if job.dtype == "fp32":
-        return job.tied == (job.stage % 2 == 1) or job.parallel == 2
-    return job.stage in (0, 3) and job.tied == (job.dtype == "bf16") and job.parallel < 4
+        return job.tied == (job.stage % 2 == 1) and (job.parallel < 4 or job.tied)
+    return (job.stage, job.tied) == {"bf16": (3, True), "fp16": (1, False)}[job.dtype] and job.parallel < 4
 
 
 @pytest.mark.parametrize(
