@@ -241,8 +241,13 @@ def make_engine(job: Job, device: torch.device, model: Any = None, prepare: str 
     if prepare == "before":
         integration.prepare(model, **options)
     parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = None if "optimizer" in config else torch.optim.SGD(parameters, lr=RATE)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(parameters, lr=RATE), config={**config_of(job), **config}, mpu=mpu
+        model=model,
+        optimizer=optimizer,
+        model_parameters=parameters if optimizer is None else None,
+        config={**config_of(job), **config},
+        mpu=mpu,
     )
     if prepare == "after":
         integration.prepare(engine, **options)

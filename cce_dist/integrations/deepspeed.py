@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from cce_dist.functional import linear_cross_entropy
 
+from .checkpoint import whole_state_dict
 from .heads import Head, find_head, mark_shards, shard_head, whole_shape
 from .sequence import SequenceParallel, vocab_parallel_linear_cross_entropy
 
@@ -30,6 +31,7 @@ __all__ = [
     "prepare",
     "shard_head",
     "vocab_parallel_linear_cross_entropy",
+    "whole_state_dict",
 ]
 
 _log = logging.getLogger(__name__)

@@ -12,6 +12,8 @@ import torch.nn as nn
 from cce_dist.module import VocabParallelEmbedding, VocabParallelLMHead
 from cce_dist.parallel.shard import VocabShard
 
+from .checkpoint import describe_shards
+
 
 @dataclass(frozen=True)
 class Head:
@@ -125,7 +127,8 @@ def _tie(model: nn.Module, head: Any, names: dict[nn.Module, str]) -> str | None
 def shard_head(model: nn.Module, group: dist.ProcessGroup | None, shard: VocabShard | None = None) -> Head:
     """Replaces the head of ``model`` by a :class:`VocabParallelLMHead` that holds this rank's rows, and an embedding
     that shares its weight by a :class:`VocabParallelEmbedding`. In place: the parameters stay the same objects, so an
-    optimizer, or a tie elsewhere, stays valid.
+    optimizer, or a tie elsewhere, stays valid. They are marked as shards, and described to universal checkpoints.
+    Called on every rank of ``group``, before ``deepspeed.initialize``.
 
     Args:
         model: with ``get_output_embeddings`` and its like, as Hugging Face's models have. Whole on every rank.
@@ -151,6 +154,7 @@ def shard_head(model: nn.Module, group: dist.ProcessGroup | None, shard: VocabSh
         any_model.set_input_embeddings(VocabParallelEmbedding.tied_to(head, padding_idx))
     any_model.set_output_embeddings(head)
     mark_shards(model)
+    describe_shards(model)  # collective
     return Head(head, found.name, _layout(head)[0], shard, found.tied_to)
 
 
