@@ -2,7 +2,8 @@
 tables of docs/deepspeed.md show.
 
 The truth is one process in fp64 that sees all tokens, with whole logits. The yardstick is the same process in the
-job's own dtype: a job may be off by what it is off. 16-bit jobs keep their weights in fp32 and round them for each
+job's own dtype, and, where AutoTP has split the layers, the same job with DeepSpeed's own loss: a job may be off by
+what they are off. 16-bit jobs keep their weights in fp32 and round them for each
 step; so do both.
 """
 
@@ -182,8 +183,13 @@ def clean_state() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    groups_before = set(dist.distributed_c10d._world.pg_map)
     try:
         yield
+        # each keeps threads
+        dist.barrier()
+        for group in set(dist.distributed_c10d._world.pg_map) - groups_before:
+            dist.destroy_process_group(group)
     finally:
         groups._release_process_group_references(None)
         init_utils._TP_MODEL_INIT_ARGS = None
@@ -377,10 +383,19 @@ def measure(job: Job, device: torch.device, prepare: str = "after") -> tuple[dic
     replicas, _, _ = layout(job)
     same = dataclasses.replace(job, mode="", stage=0, parallel=1, offload=False, init="config", method=None)
     truth, yardstick = truth_and_yardstick(same, replicas)
+    errors = _errors_over_ranks(job, device, prepare, truth)
+    if job.mode.startswith("autotp"):
+        # layers that AutoTP has split round their partial sums: so does the job with DeepSpeed's own loss
+        theirs = _errors_over_ranks(job, device, "no", truth)
+        yardstick = {name: max(error, theirs[name]) for name, error in yardstick.items()}
+    return errors, yardstick
+
+
+def _errors_over_ranks(job: Job, device: torch.device, prepare: str, truth: Outcome) -> dict[str, float]:
     with clean_state():
         engine, outcome = train(job, device, prepare)
         errors = errors_of(job, outcome, truth, engine)
         engine.destroy()
-    values = torch.tensor(list(errors.values()), dtype=torch.float64)
+    values = torch.tensor(list(errors.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, dist.ReduceOp.MAX)
-    return dict(zip(errors, values.tolist(), strict=True)), yardstick
+    return dict(zip(errors, values.tolist(), strict=True))

@@ -22,16 +22,21 @@ from cce_dist.functional import linear_cross_entropy
 
 from .checkpoint import whole_state_dict
 from .heads import Head, find_head, mark_shards, shard_head, whole_shape
+from .pipeline import PipelineHead, PipelineLoss, with_weight
 from .sequence import SequenceParallel, vocab_parallel_linear_cross_entropy
 
 __all__ = [
     "LossPath",
+    "PipelineHead",
+    "PipelineLoss",
     "TensorParallelUnit",
     "head_loss",
+    "mark_shards",
     "prepare",
     "shard_head",
     "vocab_parallel_linear_cross_entropy",
     "whole_state_dict",
+    "with_weight",
 ]
 
 _log = logging.getLogger(__name__)
