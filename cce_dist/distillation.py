@@ -28,8 +28,8 @@ from .validation import validate_denominator
 DEFAULT_PANELS = 512 << 20
 # the rows of a panel from the most to the fewest, and the columns at least and at most: fewer leave multiprocessors
 # idle, more gain nothing
-PANEL_ROWS = (8192, 4096)
-PANEL_COLUMNS = (2048, 8192)
+PANEL_ROWS = (8192, 4096, 2048, 1024)
+PANEL_COLUMNS = (512, 8192)
 
 
 def linear_kl_div(
@@ -195,18 +195,21 @@ def _panel_shape(
     token += 0 if teacher is None else teacher.shape[-1] * teacher.dtype.itemsize
     token += 0 if top_k is None else top_k[0].shape[-1] * 48
     element = wide * (1 if teacher is None else 2) + (narrow if narrow < wide else 0)
-    least, most = PANEL_COLUMNS
+    heights, (least, most) = PANEL_ROWS, PANEL_COLUMNS
+    if hidden.device.type != "cpu":
+        # smaller ones leave most of a GPU idle
+        heights, least = heights[:2], min(4 * least, most)
 
     def needed(rows: int, columns: int) -> int:
         # a 16-bit weight's gradient grows in full precision where the tokens come in several panels
         sums = columns * hidden.shape[-1] * wide if rows < n and narrow < wide else 0
         return n * token + rows * (columns + SPARE) * element + sums
 
-    smallest = min(n, PANEL_ROWS[-1]), least
+    smallest = min(n, heights[-1]), least
     if memory_budget == "min":
         return smallest
     budget = memory_budget if isinstance(memory_budget, int) else n * token + DEFAULT_PANELS
-    for rows in PANEL_ROWS:
+    for rows in heights:
         rows = min(n, rows)
         for columns in range(min(most, round_up(max(1, len(weight)), least)), 0, -least):
             if needed(rows, columns) <= budget:

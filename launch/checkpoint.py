@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,16 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(partial)
 
 
-def save_checkpoint(
-    folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, keep: int
-) -> None:
-    """Writes ``step-000040`` and removes all but the last ``keep``. Called on every rank."""
+def save_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> None:
+    """Makes ``step-000040`` of what ``write`` puts into a folder, and removes all but the last ``keep``. Called on
+    every rank."""
     path = folder / f"step-{step:06d}"
     partial = path.with_name(path.name + ".partial")
     if dist.get_rank() == 0:
         for leftover in folder.glob("step-*.partial"):
             shutil.rmtree(leftover)
     dist.barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=partial)
+    write(partial)
     dist.barrier()
     # a name without .partial says that every rank has written its part
     if dist.get_rank() == 0:
@@ -49,7 +49,12 @@ def save_checkpoint(
             remove_checkpoint(old)
 
 
-def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def write_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Called on every rank."""
+    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+
+
+def read_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Fills the parameters and the optimizer's states in place. Called on every rank."""
     if not optimizer.state:
         # loading is in place, so the states must exist: a step of nothing makes them
@@ -62,7 +67,7 @@ def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.O
         optimizer.zero_grad()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-    dcp.load(_state(model, optimizer), checkpoint_id=path)
+    dcp.load(_state(model, optimizer), checkpoint_id=folder)
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -43,28 +43,32 @@ PRESETS = {
 }
 
 
+def whole_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    """The model from its seed, the same on every rank."""
+    preset = PRESETS[args.preset]
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=preset.hidden,
+        intermediate_size=preset.intermediate,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.heads,
+        max_position_embeddings=preset.length,
+        bos_token_id=BORDER_ID,
+        eos_token_id=BORDER_ID,
+        tie_word_embeddings=args.tied,
+        use_cache=False,
+    )
+    torch.manual_seed(args.seed)
+    return LlamaForCausalLM(config)
+
+
 class LanguageModel(torch.nn.Module):
     """A Llama on a mesh of the axes ``dp``, ``fsdp`` and ``tp``."""
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh) -> None:
         super().__init__()
-        preset = PRESETS[args.preset]
-        config = LlamaConfig(
-            vocab_size=args.vocab_size,
-            hidden_size=preset.hidden,
-            intermediate_size=preset.intermediate,
-            num_hidden_layers=preset.layers,
-            num_attention_heads=preset.heads,
-            num_key_value_heads=preset.heads,
-            max_position_embeddings=preset.length,
-            bos_token_id=BORDER_ID,
-            eos_token_id=BORDER_ID,
-            tie_word_embeddings=args.tied,
-            use_cache=False,
-        )
-        # the whole model from one seed on every rank, of which each keeps its part
-        torch.manual_seed(args.seed)
-        whole = LlamaForCausalLM(config)
+        whole = whole_model(args)
         tp_group = mesh.get_group("tp")
         self.body, self.materialised = whole.model, args.head == "materialised"
         self.body_is_sharded = mesh["tp"].size() > 1

@@ -17,6 +17,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import data
 import torch
 import torch.distributed as dist
-from checkpoint import complete_checkpoints, load_checkpoint, remove_checkpoint, save_checkpoint
+from checkpoint import complete_checkpoints, read_state, remove_checkpoint, save_checkpoint, write_state
 from data import IGNORED, SMALLEST_VOCABULARY, Batches, cache_folder, text_files
 from model import PRESETS, LanguageModel
 from report import comparison, plot_loss, read_metrics, replace_text
@@ -33,19 +34,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+# what a run must go on with
+SETTINGS = ("preset", "vocab_size", "tied", "text")
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of a job in any layout."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
     add("--preset", default="tiny", choices=PRESETS, help="the model's size: micro and tiny are for CPUs")
     add("--data", nargs="+", type=Path, metavar="PATH", help="text files or folders; else Python's own sources")
     add("--vocab-size", type=int, default=32768)
     add("--tied", action="store_true", help="the embedding shares the head's weight")
-    add("--tp", type=int, default=1, help="ranks that share one model, vocabulary and body")
-    add("--fsdp", type=int, default=1, help="data-parallel ranks that share parameters and optimizer states")
-    add("--dp", type=int, help="replicas of all that; else as many as there are ranks for")
     add("--batch", type=int, help="sequences of a micro-batch; else the preset's")
     add("--accumulate", type=int, default=1, help="micro-batches of a step on each data-parallel rank")
     add("--steps", type=int, default=40)
@@ -53,16 +55,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, default=10, help="steps until it is reached; a cosine follows")
     add("--weight-decay", type=float, default=0.1)
     add("--seed", type=int, default=0)
-    add("--head", default="fused", choices=("fused", "materialised"), help="materialised: hold the logits")
     add("--name", help="of the run; else the preset's")
     add("--runs", type=Path, default=Path(__file__).resolve().parent.parent / "runs", help="the folder of all runs")
     add("--save-every", type=int, default=20, metavar="STEPS", help="a checkpoint; there is one at the end too")
     add("--keep", type=int, default=2, help="how many checkpoints stay")
     add("--resume", action="store_true", help="go on from the run's last complete checkpoint")
     add("--overwrite", action="store_true", help="start anew where the run has checkpoints")
+    return parser
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--tp", type=int, default=1, help="ranks that share one model, vocabulary and body")
+    add("--fsdp", type=int, default=1, help="data-parallel ranks that share parameters and optimizer states")
+    add("--dp", type=int, help="replicas of all that; else as many as there are ranks for")
+    add("--head", default="fused", choices=("fused", "materialised"), help="materialised: hold the logits")
     add("--compare", action="store_true", help="then train the same with the logits held, on one rank")
     args = parser.parse_args(argv)
+    if args.head == "materialised" and args.tp > 1:
+        parser.error(f"argument --head: materialised logits are for --tp 1, got --tp {args.tp}")
+    return check_args(args, parser)
 
+
+def check_args(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments with what they leave open. Ends the program where they do not fit."""
     preset = PRESETS[args.preset]
     args.batch = preset.batch if args.batch is None else args.batch
     args.lr = preset.rate if args.lr is None else args.lr
@@ -89,8 +106,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for what, count in (shared | {"tokens of a sequence": preset.length}).items():
         if count % args.tp:
             parser.error(f"argument --tp: expected a divisor of {args.preset}'s {count} {what}, got {args.tp}")
-    if args.head == "materialised" and args.tp > 1:
-        parser.error(f"argument --head: materialised logits are for --tp 1, got --tp {args.tp}")
     if Path(args.name).name != args.name:
         parser.error(f"argument --name: expected a name without a folder, got {args.name!r}")
     checkpoints = complete_checkpoints(args.runs / args.name / "checkpoints")
@@ -160,15 +175,17 @@ def load_tokens(args: argparse.Namespace) -> tuple[str, torch.Tensor]:
     return told[0], torch.load(args.runs / "cache" / told[0] / "tokens.pt", mmap=True, weights_only=True)
 
 
-def check_config(old: dict[str, Any], new: dict[str, Any]) -> None:
+def check_config(old: dict[str, Any], new: dict[str, Any], names: Sequence[str] = SETTINGS) -> None:
     """``ValueError`` where a run can not go on with these settings."""
-    for name in ("preset", "vocab_size", "tied", "text"):
-        if old[name] != new[name]:
-            raise ValueError(f"--resume: the run was started with {name} {old[name]!r}, got {new[name]!r}")
+    for name in names:
+        if old.get(name) != new[name]:
+            raise ValueError(f"--resume: the run was started with {name} {old.get(name)!r}, got {new[name]!r}")
 
 
 class Trainer:
     """Model, optimizer and data of a run, laid out over the ranks."""
+
+    settings = SETTINGS
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device, self.rank = args, device, dist.get_rank()
@@ -222,17 +239,30 @@ class Trainer:
         self.optimizer.zero_grad()
         return self.sum_over_data(loss).item() / ranks, int(count.item())
 
+    def save(self, folder: Path) -> None:
+        """Called on every rank."""
+        write_state(folder, self.model, self.optimizer)
 
-def train(args: argparse.Namespace, device: torch.device) -> None:
+    def load(self, folder: Path) -> None:
+        read_state(folder, self.model, self.optimizer)
+
+
+def train(
+    args: argparse.Namespace,
+    device: torch.device,
+    make_trainer: Callable[[argparse.Namespace, torch.device], Any] = Trainer,
+) -> None:
     run = args.runs / args.name
     metrics, checkpoints = run / "metrics.jsonl", run / "checkpoints"
-    trainer, start = Trainer(args, device), 0
+    trainer, start = make_trainer(args, device), 0
     config = {name: value for name, value in vars(args).items() if name not in ("resume", "overwrite", "compare")}
+    # as what is read back
+    config = json.loads(json.dumps(config, default=str))
     config |= {"text": trainer.text, "device": device.type, "torch": torch.__version__}
     if args.resume:
-        check_config(json.loads((run / "config.json").read_text()), config)
+        check_config(json.loads((run / "config.json").read_text()), config, trainer.settings)
         start, path = complete_checkpoints(checkpoints)[-1]
-        load_checkpoint(path, trainer.model, trainer.optimizer)
+        trainer.load(path)
     # no rank may still look for checkpoints when the first one removes some
     dist.barrier()
     if trainer.rank == 0:
@@ -242,7 +272,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         # one line a step: those past the checkpoint are trained again
         lines = metrics.read_text().splitlines(keepends=True)[:start] if start else []
         replace_text(metrics, "".join(lines))
-        replace_text(run / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        replace_text(run / "config.json", json.dumps(config, indent=2) + "\n")
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(metrics.open("a")) if trainer.rank == 0 else None
         bar = tqdm(total=args.steps, initial=start, desc=args.name, unit="step", disable=log is None)
@@ -258,7 +288,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
             bar.update()
             if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-                save_checkpoint(checkpoints, step + 1, trainer.model, trainer.optimizer, args.keep)
+                save_checkpoint(checkpoints, step + 1, trainer.save, args.keep)
     if trainer.rank == 0:
         plot_loss(run / "loss.png", {args.name: read_metrics(run)})
 

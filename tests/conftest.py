@@ -41,6 +41,28 @@ def ranks() -> Iterator[JobRanks | SpawnedRanks]:
     these.close()
 
 
+class WholeWorld:
+    """``world.run(check, *args)`` runs ``check(device, *args)`` on all ranks of a world of ``world.size``: for a
+    library that keeps the world to itself."""
+
+    def __init__(self, ranks: JobRanks | SpawnedRanks, size: int) -> None:
+        self.ranks, self.size = ranks, size
+
+    def run(self, check: Callable[..., None], *args: Any, timeout: float = 240) -> None:
+        self.ranks.run(alone, check, *args, ranks=self.size, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def world(ranks: JobRanks | SpawnedRanks) -> Iterator[WholeWorld]:
+    """Four ranks of their own, or the job's."""
+    if _IN_JOB:
+        yield WholeWorld(ranks, int(os.environ["WORLD_SIZE"]))
+        return
+    these = SpawnedRanks()
+    yield WholeWorld(these, 4)
+    these.close()
+
+
 @pytest.fixture
 def shared_path(ranks: JobRanks | SpawnedRanks, tmp_path: Path) -> Path:
     """A folder that all ranks see."""

@@ -51,9 +51,22 @@ def test_parallel_knows_no_kernels() -> None:
             assert not within(name, "triton", "cce_dist.kernels", "cce_dist.autograd"), f"{path}: {name}"
 
 
+def test_integrations_import_their_library_when_used() -> None:
+    code = (
+        "import sys, cce_dist.integrations.deepspeed; "
+        "assert not [name for name in sys.modules if name.split('.')[0] in ('deepspeed', 'transformers')]"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    for path in [path for folder in ("", "kernels", "parallel") for path in files(folder)]:
+        for name in imports_of(path):
+            assert not within(name, "cce_dist.integrations"), f"{path}: {name}"
+
+
 def test_scripts_use_public_names() -> None:
     public = {"cce_dist", "cce_dist.reference"} | {f"cce_dist.{name}" for name in _public_names()}
     public |= {"cce_dist.reference.linear_cross_entropy"}
+    integrations = {f"cce_dist.integrations.{name}" for name in ("deepspeed", "deepspeed.prepare")}
+    public |= {"cce_dist.integrations", *integrations}
     # what tunes the kernels knows them
     tools = {"compiled.py", "tune.py"}
     for path in (ROOT / "launch").glob("*.py"):
