@@ -195,10 +195,10 @@ def _panel_shape(
     token += 0 if teacher is None else teacher.shape[-1] * teacher.dtype.itemsize
     token += 0 if top_k is None else top_k[0].shape[-1] * 48
     element = wide * (1 if teacher is None else 2) + (narrow if narrow < wide else 0)
-    heights, (least, most) = PANEL_ROWS, PANEL_COLUMNS
-    if hidden.device.type != "cpu":
-        # smaller ones leave most of a GPU idle
-        heights, least = heights[:2], min(4 * least, most)
+    least, most = PANEL_COLUMNS
+    # smaller ones leave most of a GPU idle
+    heights = PANEL_ROWS if hidden.device.type == "cpu" else PANEL_ROWS[:2]
+    least = least if hidden.device.type == "cpu" else min(4 * least, most)
 
     def needed(rows: int, columns: int) -> int:
         # a 16-bit weight's gradient grows in full precision where the tokens come in several panels

@@ -110,10 +110,10 @@ def vocab_parallel_linear_cross_entropy(
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    options = {"bias": bias, "ignore_index": ignore_index, "reduction": reduction, "shard": shard}
+    options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "reduction": reduction, "shard": shard}
     if sp_group is None or sp_group.size() == 1:
-        return linear_cross_entropy(hidden, weight, target, **options)  # type: ignore[arg-type]
-    return SequenceParallel(sp_group, averages=False).loss(hidden, weight, target, **options)  # type: ignore[arg-type]
+        return linear_cross_entropy(hidden, weight, target, **options)
+    return SequenceParallel(sp_group, averages=False).loss(hidden, weight, target, **options)
 
 
 # kept for good: a shard remembers what the group's ranks have agreed on
