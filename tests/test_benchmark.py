@@ -77,7 +77,7 @@ def test_what_options_cost(tmp_path, capsys, benchmark) -> None:
     failed = {row["row"] for row in rows if "failure" in row}
     # what is not installed here
     assert failed <= {"verl's, with entropies", "liger's losses"}
-    assert {row["method"] for row in rows} == {"recompute", "fused"}
+    assert {row["method"] for row in rows} == {"default", "recompute", "fused"}
     assert all(row["ratio"] > 0 for row in rows if row["row"] not in failed)
     assert f"{'and entropies':24}" in capsys.readouterr().out
 

@@ -69,8 +69,7 @@ def as_logits(
     if HAS_SCALE:
         x *= tl.load(scale_ptr)
     if HAS_SOFTCAP:
-        y = x * (1.0 / softcap)
-        x = tanh(y) if FULL else 1.0 - 2.0 / (tl.exp2(y * (2.0 * LOG2E)) + 1.0)
+        x = tanh(x * (1.0 / softcap)) if FULL else 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E / softcap)) + 1.0)
     return x
 
 
