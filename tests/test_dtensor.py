@@ -31,7 +31,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cce_dist import VocabParallelEmbedding, VocabParallelHead, VocabParallelLMHead, VocabShard, linear_cross_entropy
+from cce_dist import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabParallelLMHead,
+    VocabShard,
+    linear_cross_entropy,
+    reference,
+)
 from cce_dist.parallel import agreement
 
 # where a GPU would take no fp64, these compare the layouts of CPUs alone
@@ -455,6 +462,9 @@ def check_style_options(group, device):
     logits = head(output_layouts=Shard(-1), use_local_output=False)(hidden)
     assert_placed(logits, Shard(2))
     assert_near(logits, plain.lm_head(hidden))
+    targets = make_batch()[1]
+    whole, _ = reference.linear_log_probs(hidden, plain.lm_head.weight, targets, bias=plain.lm_head.bias)
+    assert_near(head().log_probs(hidden, targets), whole)
     big = nn.Linear(8, 1 << 20, device="meta")
     assert parallelize_module(big, mesh, VocabParallelHead()).weight.to_local().is_meta
     assert "Replicate()" in repr(VocabParallelHead())
@@ -733,6 +743,36 @@ def check_other_dimensions_of_the_sequence(group, device):
 
 def test_slices_along_other_dimensions_are_other_calls(ranks) -> None:
     ranks.run(check_other_dimensions_of_the_sequence, ranks=2)
+
+
+def check_options_on_a_mesh(group, device):
+    """Weights of tokens are placed as the targets are; the other options are plain."""
+    inputs = make_inputs(24, 24, 301, device=device, ignored=0.2)
+    mesh = mesh_of(group, device)
+    weight, hidden = spread(inputs.weight, mesh, Shard(0)), unleafed(spread(inputs.hidden, mesh, Shard(0)))
+    plain = torch.linspace(0.5, 2, 24, device=device)
+    options = {"token_weight": plain, "softcap": 5.0, "z_loss": 0.1}
+    targets, of_tokens = (spread(x, mesh, Replicate()) for x in (inputs.targets, plain))
+    loss, stats = linear_cross_entropy(
+        hidden, weight, targets, return_stats=True, **{**options, "token_weight": of_tokens}
+    )
+    assert_loss(loss.detach(), inputs, **options)
+    assert type(stats.argmax) is torch.Tensor
+    loss.backward()
+    gradients = [hidden.grad.full_tensor(), weight.grad.full_tensor(), None]
+    assert_gradients(gradients, inputs, **options)
+    # beside plain targets a DTensor of weights would say nothing of whose tokens they are
+    with pytest.raises(
+        TypeError, match=r"token_weight is a DTensor with the placements .* expected those of targets"
+    ):
+        linear_cross_entropy(hidden, weight, inputs.targets, token_weight=of_tokens)
+    for name in ("logit_scale", "class_weight"):
+        with pytest.raises(TypeError, match=f"{name} is a DTensor; pass {name}.full_tensor()"):
+            linear_cross_entropy(hidden, weight, targets, **{name: of_tokens})
+
+
+def test_options_on_a_mesh(ranks) -> None:
+    ranks.run(check_options_on_a_mesh, ranks=2)
 
 
 def check_sequence_on_a_square(group, device):
