@@ -260,7 +260,7 @@ class TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
-            gradients = _gradients(ctx, grads[0], grads[3])
+            gradients = _gradients(ctx, ctx.saved_tensors, grads[0], grads[3])
         return undifferentiable("linear_cross_entropy", *gradients, None, None, None)
 
 
@@ -307,14 +307,16 @@ class TotalLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
-            # raises where an input has been written to since
-            order, token_weight = ctx.saved_tensors[7], ctx.saved_tensors[-1]
+            # raises where an input has been written to since. asked for once, as activation checkpointing allows
+            saved = ctx.saved_tensors
+            order, token_weight = saved[7], saved[-1]
             pending, ctx.pending = ctx.pending, None
             if pending:
                 gradients = pending.finish(grad)
             else:
                 grads = grad.expand(len(order))
-                gradients = _gradients(ctx, grads if token_weight is None else grads * token_weight, None)
+                grads = grads if token_weight is None else grads * token_weight
+                gradients = _gradients(ctx, saved, grads, None)
         return undifferentiable("linear_cross_entropy", *gradients, None, None, None, None)
 
 
@@ -591,13 +593,16 @@ def _add_bias_gradient(
 
 
 def _gradients(
-    ctx: Any, grad_losses: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ctx: Any,
+    saved: tuple[Any, ...],
+    grad_losses: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """The second pass: the gradients of hidden, weight, bias and scale from what forward saved."""
     (
         hidden, weight, bias, logit_scale, class_weight, whole, ids, order, count, row_max, log_sum, loss, entropy,
         logit, kept, reference, _,
-    ) = ctx.saved_tensors  # fmt: skip
+    ) = saved  # fmt: skip
     inputs = LossInputs(hidden, weight, bias, logit_scale, order, class_weight)
     these = _Operands.start(inputs, ctx.options, places=(ids, order, count), whole=whole)  # collective
     rows = RowStatistics(row_max, log_sum, loss, entropy, logit=logit)

@@ -275,8 +275,10 @@ def _merged(
 
 def _gradients(ctx: Any, grad_losses: torch.Tensor) -> list[torch.Tensor | None]:
     """The gradients of hidden, weight and bias, from what forward saved."""
-    hidden, weight, bias, *teacher, ids, order, count, maximum, log_sum, loss, center = ctx.saved_tensors[:-3]
-    top_ids, top_probs, top_logits = ctx.saved_tensors[-3:]
+    # asked for once, as activation checkpointing allows
+    saved = ctx.saved_tensors
+    hidden, weight, bias, *teacher, ids, order, count, maximum, log_sum, loss, center = saved[:-3]
+    top_ids, top_probs, top_logits = saved[-3:]
     options: DivergenceOptions = ctx.options
     these = _Heads.start((hidden, weight, bias), tuple(teacher), (ids, order, count), options)
     n, wide, dtype, live = len(ids), these.wide, weight.dtype, these.live()

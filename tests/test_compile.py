@@ -220,8 +220,13 @@ def test_product_kernels_fit_the_chip(record, record_property, chip, dtype, bias
     assert_fit(launches, record_property, chip, dtype, layout, allowed_spill(chip, dtype, bias, layout))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("chip", [c if c == "sm_90" else pytest.param(c, marks=pytest.mark.slow) for c in CHIPS])
+# what most people have; the others are compiled with --slow
+FIRST_CHIP = [chip if chip == "sm_90" else pytest.param(chip, marks=pytest.mark.slow) for chip in CHIPS]
+FIRST_DTYPE = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("dtype", FIRST_DTYPE, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("chip", FIRST_CHIP)
 def test_options_fit_the_chip(record, record_property, chip, dtype) -> None:
     launches = record(chip)
     launch_options(dtype)
@@ -276,8 +281,8 @@ def test_row_kernels_compile(record, chip, dtype) -> None:
         assert spilled == 0, f"{variant(launch)} spills {spilled} bytes a thread"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", FIRST_DTYPE, ids=["bf16", "fp32"])
+@pytest.mark.parametrize("chip", FIRST_CHIP)
 def test_divergence_kernels_compile(record, chip, dtype) -> None:
     launches = record(chip)
     launch_divergence(dtype)

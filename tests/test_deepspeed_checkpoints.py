@@ -59,6 +59,7 @@ def inputs_of(job, device):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_whole_weights_and_back(world, job, other) -> None:
     if world.size != 4:
         pytest.skip("groups of two and of four ranks")
@@ -130,6 +131,7 @@ def check_universal(device, job, others, folder):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_universal_checkpoints(world, shared_path, job, others) -> None:
     if world.size != 4:
         pytest.skip("two groups of two ranks")

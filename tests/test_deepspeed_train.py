@@ -50,6 +50,7 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("RANK" in os.environ, reason="is inside a torchrun job")
 def test_goes_on_with_the_same_bits(folder) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
