@@ -66,9 +66,9 @@ def embedding_sharded_alone():
         (with_adapter, {}, TypeError, "head: expected an nn.Linear, .* got LoraLinear, whose forward may do more"),
         (
             lambda: small("Llama"),
-            {"softcap": 3},
+            {"soft_cap": 30.0},
             TypeError,
-            r"unknown options \['softcap'\]; prepare takes \['ignore",
+            r"unknown options \['soft_cap'\]; prepare takes \['class_weight', 'ignore",
         ),
         (lambda: "model", {}, TypeError, "model must be an nn.Module or DeepSpeed's engine, got str"),
         (lambda: small("Gemma2", head_dim=16), {}, ValueError, "changes its logits by final_logit_softcapping=30"),
