@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 
 import torch
 
 from .parallel import dtensor
 from .parallel.shard import VocabShard
-from .planner import DTYPES, REDUCTIONS
+from .planner import DTYPES, REDUCTIONS, check_budget
+from .validation import number_of, shard_of_rows
 
 DIVERGENCES = ("forward", "reverse", "jensen_shannon")
 
@@ -30,27 +30,20 @@ def validate_choices(
         raise ValueError(f"divergence must be one of {', '.join(map(repr, DIVERGENCES))}, got {divergence!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-    for name, number in (
+    for name, value in (
         ("beta", beta), ("temperature", temperature),
         ("student_softcap", student_softcap), ("teacher_softcap", teacher_softcap),
     ):  # fmt: skip
-        if number is None and name.endswith("softcap"):
+        if value is None and name.endswith("softcap"):
             continue
-        if isinstance(number, bool) or not isinstance(number, numbers.Real):
-            raise TypeError(f"{name} must be a number, got {type(number).__name__}")
-        if not 0 < number < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {number}")
+        if not 0 < number_of(name, value) < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {value}")
     if not beta < 1:
         raise ValueError(
             f"beta must lie between 0 and 1, got {beta}. Towards its ends the divergence vanishes: for what is left "
             'of it there use divergence "forward" or "reverse"'
         )
-    if isinstance(memory_budget, bool) or not (memory_budget is None or isinstance(memory_budget, (int, str))):
-        raise TypeError(f'memory_budget must be bytes, "min" or None, got {type(memory_budget).__name__}')
-    if isinstance(memory_budget, str) and memory_budget != "min":
-        raise ValueError(f'memory_budget must be bytes, "min" or None, got {memory_budget!r}')
-    if isinstance(memory_budget, int) and memory_budget < 0:
-        raise ValueError(f"memory_budget must not be negative, got {memory_budget}")
+    check_budget(memory_budget)
 
 
 def validate_teacher(teacher: Head, top_k: tuple[torch.Tensor, torch.Tensor] | None, divergence: str) -> None:
@@ -213,21 +206,9 @@ def validate_ids(
 
 
 def validate_shard(weight: torch.Tensor, shard: VocabShard | None) -> VocabShard:
-    if shard is None:
-        if len(weight) == 0:
-            raise ValueError(f"student_weight must hold at least one class, got {tuple(weight.shape)}")
-        return VocabShard(0, len(weight), len(weight))
-    if not isinstance(shard, VocabShard):
-        raise TypeError(f"shard must be a VocabShard, got {type(shard).__name__}")
-    if shard.sequence_parallel:
+    if isinstance(shard, VocabShard) and shard.sequence_parallel:
         raise ValueError(
             "shard is sequence_parallel, and linear_kl_div takes whole hidden states: gather the ranks' slices and "
             "pass a shard without it"
         )
-    if len(weight) != shard.rows:
-        whole = " (that is the whole vocabulary: pass this rank's rows)" if len(weight) == shard.vocab_size else ""
-        raise ValueError(
-            f"student_weight must hold the {shard.rows} rows {shard.start} to {shard.stop} of its shard, got "
-            f"{len(weight)} rows{whole}"
-        )
-    return shard
+    return shard_of_rows("student_weight", weight, shard)

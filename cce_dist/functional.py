@@ -159,14 +159,14 @@ def linear_cross_entropy(  # type: ignore[misc]
         loss = call.shaped(losses)
     else:
         if reduction == "mean":
-            valid = labels != ignore_index
+            count = (labels != ignore_index).sum()
             divisor: float | torch.Tensor
             if denominator is not None:
                 divisor = denominator if isinstance(denominator, torch.Tensor) else float(denominator)
             else:
-                divisor = valid.sum() if call.divided is None else call.divided.sum(dtype=torch.float64)
+                divisor = count if call.divided is None else call.divided.sum(dtype=torch.float64)
             # without a token the loss is 0, whatever the denominator, and where no token weighs anything
-            nothing = ~valid.any()
+            nothing = count == 0
             if call.divided is not None:
                 nothing = nothing | ((divisor == 0) & (total == 0))
             total = torch.where(nothing, 0, total / torch.where(nothing, torch.ones_like(total), divisor))

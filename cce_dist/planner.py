@@ -190,6 +190,11 @@ def check_choice(
         )
     if method in ("cached", "fused") and dtype == torch.float16:
         raise ValueError(f'method "{method}" keeps exponentials, for which float16 has no range: use "recompute"')
+    check_budget(memory_budget)
+
+
+def check_budget(memory_budget: int | str | None) -> None:
+    """Raises where ``memory_budget`` is none."""
     if isinstance(memory_budget, bool) or not (memory_budget is None or isinstance(memory_budget, (int, str))):
         raise TypeError(f'memory_budget must be bytes, "min" or None, got {type(memory_budget).__name__}')
     if isinstance(memory_budget, str) and memory_budget != "min":

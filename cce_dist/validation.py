@@ -175,9 +175,9 @@ def _validate_logits(given: Arguments) -> None:
             raise ValueError(f"logit_scale must be a number or a 0-d tensor, got shape {tuple(scale.shape)}")
         if not scale.is_floating_point():
             raise TypeError(f"logit_scale must be a floating-point tensor, got {scale.dtype}")
-    elif not math.isfinite(_number("logit_scale", scale)):
+    elif not math.isfinite(number_of("logit_scale", scale)):
         raise ValueError(f"logit_scale must be finite, got {scale}")
-    if softcap is not None and not 0 < _number("softcap", softcap) < math.inf:
+    if softcap is not None and not 0 < number_of("softcap", softcap) < math.inf:
         raise ValueError(f"softcap must be above 0 and finite, got {softcap}; None for none")
 
 
@@ -194,9 +194,9 @@ def _validate_token_weight(given: Arguments) -> None:
 
 
 def _validate_objective(given: Arguments, vocab_size: int) -> None:
-    if not 0 <= _number("label_smoothing", given.label_smoothing) <= 1:
+    if not 0 <= number_of("label_smoothing", given.label_smoothing) <= 1:
         raise ValueError(f"label_smoothing must lie in [0, 1], got {given.label_smoothing}")
-    if not 0 <= _number("z_loss", given.z_loss) < math.inf:
+    if not 0 <= number_of("z_loss", given.z_loss) < math.inf:
         raise ValueError(f"z_loss must be at least 0 and finite, got {given.z_loss}")
     weight = given.class_weight
     if weight is None:
@@ -211,30 +211,37 @@ def _validate_objective(given: Arguments, vocab_size: int) -> None:
         raise ValueError("class_weight requires grad, and has no gradient here: pass class_weight.detach()")
 
 
-def _number(name: str, value: object) -> float:
+def number_of(name: str, value: object) -> float:
+    """Raises ``TypeError`` where the argument ``name`` is no number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     return float(value)
 
 
-def validate_shard(
-    weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, shard: VocabShard | None
-) -> VocabShard:
+def shard_of_rows(name: str, weight: torch.Tensor, shard: VocabShard | None) -> VocabShard:
+    """The shard whose rows the argument ``name`` holds, all of a vocabulary where None was passed."""
     if shard is None:
         if len(weight) == 0:
             raise ValueError(
-                f"weight must hold at least one class, got {tuple(weight.shape)}. ZeRO-3 and FSDP leave a parameter "
+                f"{name} must hold at least one class, got {tuple(weight.shape)}. ZeRO-3 and FSDP leave a parameter "
                 "empty outside the forward of its module: call the loss inside it"
             )
-        shard = VocabShard(0, len(weight), len(weight))
-    elif not isinstance(shard, VocabShard):
+        return VocabShard(0, len(weight), len(weight))
+    if not isinstance(shard, VocabShard):
         raise TypeError(f"shard must be a VocabShard, got {type(shard).__name__}")
-    elif len(weight) != shard.rows:
+    if len(weight) != shard.rows:
         whole = " (that is the whole vocabulary: pass this rank's rows)" if len(weight) == shard.vocab_size else ""
         raise ValueError(
-            f"weight must hold the {shard.rows} rows {shard.start} to {shard.stop} of its shard, got "
+            f"{name} must hold the {shard.rows} rows {shard.start} to {shard.stop} of its shard, got "
             f"{len(weight)} rows{whole}"
         )
+    return shard
+
+
+def validate_shard(
+    weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, shard: VocabShard | None
+) -> VocabShard:
+    shard = shard_of_rows("weight", weight, shard)
     if targets.device.type == "cpu" and targets.numel():
         outside = (targets != ignore_index) & ((targets < 0) | (targets >= shard.vocab_size))
         if outside.any():
