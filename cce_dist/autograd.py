@@ -799,6 +799,12 @@ def undifferentiable(name: str, *gradients: torch.Tensor | None) -> tuple[torch.
     return tuple(g if g is None else _Undifferentiable.apply(name, g.requires_grad_()) for g in gradients)
 
 
+def fp16_exponent(sizes: torch.Tensor) -> torch.Tensor:
+    """That of the power of two by which the largest of ``sizes`` [N], finite, comes between 2**13 and 2**14."""
+    # the bounds are the powers, and their inverses, that fp32 has
+    return torch.frexp(sizes.amax()).exponent.clamp(-100, 128) - 14
+
+
 def _normalise(coefficients: Coefficients, dtype: torch.dtype) -> tuple[Coefficients, torch.Tensor]:
     """(coefficients / factor, factor), for fp16 with factor a power of two that puts the largest entry that they can
     give between 2**12 and 2**14, for other dtypes 1.
@@ -810,9 +816,9 @@ def _normalise(coefficients: Coefficients, dtype: torch.dtype) -> tuple[Coeffici
     one = coefficients.factor.new_ones(())
     if dtype != torch.float16 or not len(coefficients.factor):
         return coefficients, one
-    # a NaN or inf is its own token's. the bounds are the powers, and their inverses, that fp32 has
+    # a NaN or inf is its own token's
     sizes = torch.stack([torch.where(part.isfinite(), part.abs(), 0) for part in parts if part is not None]).sum(0)
-    exponent = torch.frexp(sizes.amax()).exponent.clamp(-100, 128) - 14
+    exponent = fp16_exponent(sizes)
     names = ("factor", "entry", "log_factor", "uniform")
     scaled: dict[str, Any] = {
         name: None if part is None else torch.ldexp(part, -exponent) for name, part in zip(names, parts, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .autograd import undifferentiable
+from .autograd import fp16_exponent, undifferentiable
 from .kernels.divergence import add_mixture_divergences, add_statistics, divergence_gradient, rescaled
 from .kernels.logits import LogitMap
 from .kernels.panel import panel_logits
@@ -347,6 +347,6 @@ def _normalise(grad: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype) -> t
     if dtype != torch.float16 or not len(grad):
         return grad, grad.new_ones(())
     entry = (grad * bound).abs()
-    # a NaN or inf is its own token's. the bounds are the powers, and their inverses, that fp32 has
-    exponent = torch.frexp(torch.where(entry.isfinite(), entry, 0).amax()).exponent.clamp(-100, 128) - 14
+    # a NaN or inf is its own token's
+    exponent = fp16_exponent(torch.where(entry.isfinite(), entry, 0))
     return torch.ldexp(grad, -exponent), torch.ldexp(grad.new_ones(()), exponent)
