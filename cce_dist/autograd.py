@@ -448,11 +448,13 @@ class _Pending:
             self.low = torch.empty(these.c.shape, dtype=torch.int16, device=weight.device)
         self.buffer: torch.Tensor | None = _panel_memory(these.c, min(chunk, these.num_rows), len(these.c))
         # the sums over classes and over tokens that smoothing adds, each with its factor of the other side
-        self.over_classes = self.over_tokens = None
+        self.over_classes = self.over_tokens = self.uniform = None
         if these.class_weight is not None:
             self.over_classes = _weighted_sum(these.c, these.class_weight)
-            uniform = these.objective.uniform(self.token_weight)
-            self.over_tokens = these.class_weight, _weighted_sum(these.e, uniform)
+            self.uniform = these.objective.uniform(self.token_weight)
+            self.over_tokens = these.class_weight, _weighted_sum(these.e, self.uniform)
+        # the targets' entries of the chunks so far, for the bias
+        self.entries: list[torch.Tensor] = []
         # what the last chunk's product for the classifier needs
         self.last: tuple[slice, torch.Tensor, ClassSums | None] | None = None
 
@@ -482,7 +484,10 @@ class _Pending:
                 gradients.hidden.reduce(chunk)  # collective
         if gradients.bias is not None:
             d_bias = gradients.bias[: len(these.c)]
-            _add_bias_gradient(d_bias, panel, factor, ids, state, count, these, chunk.start)
+            column_sums(panel, factor, count, d_bias, row0=chunk.start)
+            self.entries.append(state.entry)
+            if chunk.stop == these.num_rows:
+                _add_bias_gradient(d_bias, these, torch.cat(self.entries), self.uniform)
         if gradients.weight is not None:
             sums = class_sums(e, ids, state.entry, count, len(these.c), col0=col0, row0=chunk.start)
             scale_rows(e, factor)
@@ -572,24 +577,16 @@ def _statistics(
 
 
 def _add_bias_gradient(
-    out: torch.Tensor,
-    panel: torch.Tensor,
-    factor: torch.Tensor,
-    ids: torch.Tensor,
-    state: Coefficients,
-    count: torch.Tensor,
-    these: _Operands,
-    row0: int = 0,
+    out: torch.Tensor, these: _Operands, entry: torch.Tensor, uniform: torch.Tensor | None
 ) -> None:
-    """Adds the sums over tokens of ``factor panel``, of the targets' entries, unscaled, and of what is uniform, in
-    fp32."""
-    column_sums(panel, factor, count, out, row0=row0)
-    ones = torch.ones(len(ids), 1, dtype=panel.dtype, device=panel.device)
-    sums = class_sums(ones, ids, state.entry, count, panel.shape[1], col0=these.shard.start, row0=row0)
-    if sums is not None and sums.rows is not None and len(ids):
+    """Adds what the panels of the first ``len(out)`` classes lack, summed over tokens in fp32: the targets' entries,
+    unscaled, and what is uniform."""
+    ones = torch.ones(len(entry), 1, dtype=these.c.dtype, device=out.device)
+    sums = class_sums(ones, these.ids, entry, these.count, len(out), col0=these.shard.start)
+    if sums is not None and sums.rows is not None and len(entry):
         out += torch.where(sums.first >= 0, sums.rows[sums.first.clamp(min=0).long(), 0], 0)
-    if state.uniform is not None and these.class_weight is not None:
-        out += these.class_weight[: len(out)] * state.uniform.sum()
+    if uniform is not None and these.class_weight is not None:
+        out += these.class_weight[: len(out)] * uniform.sum()
 
 
 def _gradients(
@@ -741,8 +738,8 @@ def _walk_panels(
         buffer = low = panel = later = None
         if d_bias is not None:
             assert state.residual is not None
-            apart = Coefficients(factor, state.residual, uniform=state.uniform)
-            _add_bias_gradient(d_bias[:start], kept, factor, state.targets, apart, count, these)
+            column_sums(kept, factor, count, d_bias[:start])
+            _add_bias_gradient(d_bias[:start], these, state.residual, state.uniform)
         if d_weight is not None:
             uniform = None
             if state.uniform is not None and state.class_weight is not None:
