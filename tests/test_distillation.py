@@ -844,14 +844,20 @@ def test_bad_input(mistake) -> None:
 
 def check_bad_input(group, device, mistakes):
     """Each of ``mistakes`` on one rank alone raises on all, and leaves nothing behind."""
-    shard = VocabShard.even(20, group)
+    rows = VocabShard.even(20, group).rows
+    good = {k: x.to(device) for k, x in good_arguments(rows).items()}
+
+    def call(**changes):
+        # compared anew: on GPUs a shard remembers
+        arguments = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in changes.items()}
+        return linear_kl_div(**{**good, **arguments}, shard=VocabShard.even(20, group))
+
     for name in mistakes:
         changes, error, _ = MISTAKES[name]
-        good = {k: x.to(device) for k, x in good_arguments(shard.rows).items()}
         mine = dist.get_rank(group) == 1
         with pytest.raises(error, match=None if mine else "^rank 1 of the group"):
-            linear_kl_div(**{**good, "shard": shard, **(changes if mine else {})})
-        assert linear_kl_div(**good, shard=shard) == 0
+            call(**(changes if mine else {}))
+        assert call() == 0
     for name, changes in (
         ("divergence", {"divergence": "reverse"}),
         ("temperature", {"temperature": 2.0}),
@@ -859,16 +865,13 @@ def check_bad_input(group, device, mistakes):
         ("requires_grad of student_hidden", {"student_hidden": _t(4, 8).requires_grad_()}),
         ("the presence of mask", {"mask": torch.ones(4, dtype=torch.bool)}),
     ):
-        arguments = {**good_arguments(shard.rows), **(changes if dist.get_rank(group) == 1 else {})}
         with pytest.raises(ValueError, match=f"{name} must be the same on every rank"):
-            linear_kl_div(**{k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in arguments.items()},
-                shard=shard)  # fmt: skip
-    good = {k: x.to(device) for k, x in good_arguments(shard.rows).items()}
+            call(**(changes if dist.get_rank(group) == 1 else {}))
     mask = torch.full((4,), dist.get_rank(group) == 1, device=device)
     top_k = _IDS.to(device) + dist.get_rank(group), _PROBS.to(device)
     for tokens in ({"mask": mask}, {**_TOP, "top_k": top_k}):
         with pytest.raises(ValueError, match=r"a checksum of (mask|the ids of top_k) must be the same on every rank"):
-            linear_kl_div(**{**good, **tokens}, shard=shard)
+            call(**tokens)
 
 
 def test_bad_input_of_one_rank(ranks) -> None:

@@ -329,16 +329,17 @@ def test_the_head_passes_options_on(ranks) -> None:
 
 
 def check_disagreement(group, device):
-    shard, odd = VocabShard.even(20, group), dist.get_rank(group) == group.size() - 1
-    hidden, weight = torch.zeros(4, 8, device=device), torch.zeros(shard.rows, 8, device=device)
+    odd, rows = dist.get_rank(group) == group.size() - 1, VocabShard.even(20, group).rows
+    hidden, weight = torch.zeros(4, 8, device=device), torch.zeros(rows, 8, device=device)
     targets = torch.zeros(4, dtype=torch.int64, device=device)
     tensors = {"token_weight": torch.ones(4, device=device), "class_weight": torch.ones(20, device=device)}
 
     def expect(name, message=None, function=linear_cross_entropy, **options):
+        # compared anew: on GPUs a shard remembers
         with pytest.raises(ValueError, match=f"{message or name} must be the same on every rank"):
-            function(hidden, weight, targets, shard=shard, **options)
+            function(hidden, weight, targets, shard=VocabShard.even(20, group), **options)
         # nothing is left behind
-        function(hidden, weight, targets, shard=shard)
+        function(hidden, weight, targets, shard=VocabShard.even(20, group))
 
     for name, values in {
         "label_smoothing": (0.1, 0.2), "z_loss": (0.0, 1e-4), "softcap": (None, 30.0), "logit_scale": (1.0, 0.5),
@@ -353,12 +354,12 @@ def check_disagreement(group, device):
     # one rank's mistake is everybody's
     wrong = {"label_smoothing": 2.0} if odd else {}
     with pytest.raises(ValueError, match=r"label_smoothing .*2\.0"):
-        linear_cross_entropy(hidden, weight, targets, shard=shard, **wrong)
+        linear_cross_entropy(hidden, weight, targets, shard=VocabShard.even(20, group), **wrong)
     # of the whole vocabulary, on every rank
     if group.size() > 1:
         with pytest.raises(ValueError, match=r"class_weight .*20"):
             linear_cross_entropy(
-                hidden, weight, targets, shard=shard, class_weight=torch.ones(shard.rows, device=device)
+                hidden, weight, targets, shard=VocabShard.even(20, group), class_weight=torch.ones(rows, device=device)
             )
 
 
