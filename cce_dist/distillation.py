@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from .distillation_input import (
 from .divergence import SPARE, UNCOUNTED, DivergenceOptions, Divergences
 from .kernels.rows import ROW_GROUP
 from .kernels.runtime import round_up
+from .operators import operator
 from .parallel.agreement import agree
 from .parallel.shard import VocabShard
 from .validation import validate_denominator
@@ -32,6 +34,13 @@ PANEL_ROWS = (8192, 4096, 2048, 1024)
 PANEL_COLUMNS = (512, 8192)
 
 
+def _empty_divergence(student_hidden: torch.Tensor, reduction: str = "mean", **_: Any) -> list[torch.Tensor]:
+    shape = student_hidden.shape[:-1] if reduction == "none" else ()
+    wide = torch.promote_types(student_hidden.dtype, torch.float32)
+    return [torch.empty(shape, dtype=wide, device=student_hidden.device)]
+
+
+@operator(_empty_divergence)
 def linear_kl_div(
     student_hidden: torch.Tensor,
     student_weight: torch.Tensor,

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from .autograd import LossInputs, LossOptions, TokenLosses, TokenValues, TotalLoss
+from .operators import operator
 from .parallel import dtensor
 from .parallel.agreement import agree
 from .parallel.shard import VocabShard
@@ -31,6 +32,20 @@ class TokenStats(NamedTuple):
     log_prob: torch.Tensor
     entropy: torch.Tensor
     argmax: torch.Tensor
+
+
+def _empty_loss(
+    hidden: torch.Tensor, targets: torch.Tensor, reduction: str = "mean", return_stats: bool = False, **_: Any
+) -> list[torch.Tensor]:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    tokens = torch.empty(targets.shape, dtype=wide, device=hidden.device)
+    stats = [torch.empty_like(tokens) for _ in range(3)] + [torch.empty_like(tokens, dtype=torch.int64)]
+    return [tokens if reduction == "none" else tokens.new_empty(()), *(stats if return_stats else [])]
+
+
+def _pack_loss(outputs: list[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
+    loss, *stats = outputs
+    return (loss, TokenStats(*(x.detach() for x in stats))) if stats else loss
 
 
 @overload
@@ -56,7 +71,8 @@ def linear_cross_entropy(
 
 
 # the one list of options: the signatures above take any
-def linear_cross_entropy(  # type: ignore[misc]
+@operator(_empty_loss, _pack_loss)  # type: ignore[misc]
+def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -176,6 +192,13 @@ def linear_cross_entropy(  # type: ignore[misc]
     return loss, TokenStats(*(call.shaped(x.detach()) for x in values.stats()))
 
 
+def _empty_log_probs(
+    hidden: torch.Tensor, targets: torch.Tensor, return_entropy: bool = False, **_: Any
+) -> list[torch.Tensor]:
+    tokens = torch.empty(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    return [tokens, torch.empty_like(tokens)] if return_entropy else [tokens]
+
+
 @overload
 def linear_log_probs(
     hidden: torch.Tensor,
@@ -198,7 +221,8 @@ def linear_log_probs(
 ) -> torch.Tensor: ...
 
 
-def linear_log_probs(  # type: ignore[misc]
+@operator(_empty_log_probs, lambda outputs: outputs[0] if len(outputs) == 1 else tuple(outputs))  # type: ignore[misc]
+def linear_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,

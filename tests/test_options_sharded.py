@@ -359,7 +359,11 @@ def check_disagreement(group, device):
     if group.size() > 1:
         with pytest.raises(ValueError, match=r"class_weight .*20"):
             linear_cross_entropy(
-                hidden, weight, targets, shard=VocabShard.even(20, group), class_weight=torch.ones(rows, device=device)
+                hidden,
+                weight,
+                targets,
+                shard=VocabShard.even(20, group),
+                class_weight=torch.ones(rows, device=device),
             )
 
 

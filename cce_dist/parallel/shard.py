@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint import ShardedRows
 from .collectives import rank_and_size
+
+# by their keys, for compiled graphs
+SHARDS: weakref.WeakValueDictionary[str, VocabShard] = weakref.WeakValueDictionary()
+_keys = map("shard {}".format, itertools.count())
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class VocabShard:
     sequence_parallel: bool = False
     # what the group's ranks have agreed on, see agreement.py
     agreed: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # what stands for it in a compiled graph, which is another one for another shard; a number would pass for a size
+    key: str = field(default_factory=_keys.__next__, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
@@ -56,6 +64,12 @@ class VocabShard:
                 f"VocabShard: rows {self.start} to {self.stop} are not the whole vocabulary of {self.vocab_size}; "
                 "pass the process group whose ranks hold the other rows"
             )
+
+        SHARDS[self.key] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # with a key of its own
+        return VocabShard, (self.start, self.stop, self.vocab_size, self.group, self.sequence_parallel)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabShard:
         # a value; a process group has no copy
