@@ -847,10 +847,16 @@ def check_bad_input(group, device, mistakes):
     rows = VocabShard.even(20, group).rows
     good = {k: x.to(device) for k, x in good_arguments(rows).items()}
 
+    def on_device(x):
+        if isinstance(x, tuple):
+            return tuple(map(on_device, x))
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
     def call(**changes):
         # compared anew: on GPUs a shard remembers
-        arguments = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in changes.items()}
-        return linear_kl_div(**{**good, **arguments}, shard=VocabShard.even(20, group))
+        return linear_kl_div(
+            **{**good, **{k: on_device(x) for k, x in changes.items()}}, shard=VocabShard.even(20, group)
+        )
 
     for name in mistakes:
         changes, error, _ = MISTAKES[name]

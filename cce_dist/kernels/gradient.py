@@ -171,7 +171,7 @@ def panel_gradient(
         )
 
 
-SUM_ROWS = 2048
+SUM_ROWS = 1024
 
 
 @triton.jit
@@ -182,14 +182,15 @@ def _column_sums_kernel(
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     part = tl.program_id(1)
     count = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
-    total = tl.zeros((BLOCK_V,), tl.float32)
-    for n in range(part * PART, tl.minimum(count, (part + 1) * PART), BLOCK_N):
+    total = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    # the loads run ahead only where the loop itself says so
+    for n in tl.range(part * PART, tl.minimum(count, (part + 1) * PART), BLOCK_N, num_stages=3):
         offs_n = n + tl.arange(0, BLOCK_N)
         weight = tl.load(weight_ptr + offs_n, mask=offs_n < count, other=0.0)
         offs = offs_n[:, None].to(tl.int64) * stride + offs_v[None, :]
         x = tl.load(panel_ptr + offs, mask=(offs_n < count)[:, None] & (offs_v < width)[None, :], other=0.0)
-        total += tl.sum(x.to(tl.float32) * weight[:, None], 0)
-    tl.store(part_ptr + part.to(tl.int64) * width + offs_v, total, mask=offs_v < width)
+        total += x.to(tl.float32) * weight[:, None]
+    tl.store(part_ptr + part.to(tl.int64) * width + offs_v, tl.sum(total, 0), mask=offs_v < width)
 
 
 def column_sums(
@@ -204,8 +205,8 @@ def column_sums(
     elif panel.numel():
         # parts of the rows, so that there is work for every multiprocessor
         parts = out.new_empty(cdiv(n, SUM_ROWS), width)
-        _column_sums_kernel[(cdiv(width, 64), len(parts))](
-            panel, weight, count, parts, n, width, row0, panel.stride(0), PART=SUM_ROWS, BLOCK_N=64, BLOCK_V=64
+        _column_sums_kernel[(cdiv(width, 128), len(parts))](
+            panel, weight, count, parts, n, width, row0, panel.stride(0), PART=SUM_ROWS, BLOCK_N=32, BLOCK_V=128
         )
         out += parts.sum(0)
 
