@@ -103,6 +103,7 @@ def check_universal(device, job, others, folder):
         engine = make_engine(job, device, optimizer=ADAM)
         steps(job, engine, 0, device)
         engine.save_checkpoint(folder, tag="here")
+        state = whole_state_dict(engine)
         expected = steps(job, engine, 2, device)
         engine.destroy()
     if dist.get_rank() == 0:
@@ -118,16 +119,25 @@ def check_universal(device, job, others, folder):
             universal = {"checkpoint": {"load_universal": True}}
             engine = make_engine(other, device, model, optimizer=ADAM, **universal)
             engine.load_checkpoint(folder, tag="universal")
-            assert steps(other, engine, 2, device) == pytest.approx(expected, rel=LOSS)
+            found = whole_state_dict(engine)
+            assert found.keys() == state.keys()
+            assert all(torch.equal(found[name], state[name]) for name in state)
+            if other.parallel == job.parallel:
+                # as many data-parallel ranks: the steps see the same tokens
+                assert steps(other, engine, 2, device) == pytest.approx(expected, rel=LOSS)
             engine.destroy()
 
 
-# the data-parallel ranks are two in each: the steps see the same tokens
 @pytest.mark.parametrize(
     ("job", "others"),
     [
-        (Job("mpu", 1, parallel=2, tied=True), [Job("autotp-vocab", 1, parallel=2, tied=True)]),
-        (Job("autotp-vocab", 1, parallel=2), [Job("autotp-vocab", 1, parallel=2)]),
+        (
+            Job("mpu", 1, parallel=2, tied=True),
+            [Job("autotp-vocab", 1, parallel=2, tied=True), Job("mpu", 1, parallel=4, tied=True)],
+        ),
+        (Job("mpu", 1, parallel=4), [Job("mpu", 1, parallel=2), Job("zero", 1)]),
+        (Job("autotp-vocab", 1, parallel=2), [Job("autotp-vocab", 1, parallel=2), Job("autotp-vocab", 1, parallel=4)]),
+        (Job("autotp-vocab", 1, parallel=4, tied=True), [Job("autotp-vocab", 1, parallel=2, tied=True)]),
     ],
     ids=str,
 )
