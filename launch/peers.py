@@ -7,6 +7,7 @@ raising, and is a row of the benchmark's table all the same.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,14 +99,25 @@ def flash_linear_attention(shard: VocabShard | None) -> Loss:
 def deepspeed(shard: VocabShard | None) -> Loss:
     from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 
+    return functools.partial(vocab_parallel_linear_cross_entropy, **_deepspeed_rows(shard))
+
+
+def deepspeed_logits(shard: VocabShard | None) -> Loss:
+    """What AutoTP's "vocab_parallel_lm_head" does: each rank holds the logits of its classes."""
+    from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+
+    group = None if shard is None else shard.group
+    rows = _deepspeed_rows(shard)
+    return lambda e, c, t: vocab_parallel_cross_entropy(_SumOfGradients.apply(e, group) @ c.T, t, **rows)
+
+
+def _deepspeed_rows(shard: VocabShard | None) -> dict[str, Any]:
     if shard is None:
-        return vocab_parallel_linear_cross_entropy
+        return {}
     import deepspeed
 
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    return lambda e, c, t: vocab_parallel_linear_cross_entropy(
-        e, c, t, tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop
-    )
+    return {"tp_group": shard.group, "vocab_start_index": shard.start, "vocab_end_index": shard.stop}
 
 
 def megatron(shard: VocabShard | None) -> Loss:
@@ -183,6 +195,7 @@ PEERS: dict[str, Make] = {
     "verl": verl,
     "fla": flash_linear_attention,
     "deepspeed": deepspeed,
+    "deepspeed-logits": deepspeed_logits,
 }
 # over a tensor-parallel group
 SHARDED: dict[str, Make] = {
@@ -192,6 +205,7 @@ SHARDED: dict[str, Make] = {
     "verl": verl,
     "fla": flash_linear_attention,
     "deepspeed": deepspeed,
+    "deepspeed-logits": deepspeed_logits,
 }
 # what the adapters import, as packages are named
 PACKAGES = (
