@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .autograd import SPARE, UNCOUNTED, DivergenceOptions, Divergences
 from .distillation_input import (
     Head,
     autocast_head,
@@ -18,7 +19,6 @@ from .distillation_input import (
     validate_teacher,
     validate_tokens,
 )
-from .divergence import SPARE, UNCOUNTED, DivergenceOptions, Divergences
 from .kernels.rows import ROW_GROUP
 from .kernels.runtime import round_up
 from .operators import operator

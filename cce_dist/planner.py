@@ -385,7 +385,7 @@ class _Panels:
 
 
 def _panels(p: Problem, kept: int, most: int) -> _Panels:
-    """Panels for the columns from ``kept``; see ``_parts`` in autograd.py."""
+    """Panels for the columns from ``kept``; see ``_parts`` in autograd/second_pass.py."""
     rows, columns = round_up(p.tokens, ROW_GROUP), max(1, p.vocab - kept)
     block = rows
     if p.tokens >= 2 * BLOCK_ROWS and p.wide_range:

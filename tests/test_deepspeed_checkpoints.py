@@ -136,7 +136,10 @@ def check_universal(device, job, others, folder):
             [Job("autotp-vocab", 1, parallel=2, tied=True), Job("mpu", 1, parallel=4, tied=True)],
         ),
         (Job("mpu", 1, parallel=4), [Job("mpu", 1, parallel=2), Job("zero", 1)]),
-        (Job("autotp-vocab", 1, parallel=2), [Job("autotp-vocab", 1, parallel=2), Job("autotp-vocab", 1, parallel=4)]),
+        (
+            Job("autotp-vocab", 1, parallel=2),
+            [Job("autotp-vocab", 1, parallel=2), Job("autotp-vocab", 1, parallel=4)],
+        ),
         (Job("autotp-vocab", 1, parallel=4, tied=True), [Job("autotp-vocab", 1, parallel=2, tied=True)]),
     ],
     ids=str,

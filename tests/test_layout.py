@@ -57,7 +57,7 @@ def test_integrations_import_their_library_when_used() -> None:
         "assert not [name for name in sys.modules if name.split('.')[0] in ('deepspeed', 'transformers')]"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
-    for path in [path for folder in ("", "kernels", "parallel") for path in files(folder)]:
+    for path in [path for folder in ("", "autograd", "kernels", "parallel") for path in files(folder)]:
         for name in imports_of(path):
             assert not within(name, "cce_dist.integrations"), f"{path}: {name}"
 

@@ -520,7 +520,7 @@ def check_panels(device, dtype):
         whole = loss_of(inputs, reduction="none", method="recompute")
     assert plans[0].panel >= 1024
     with forced_plan(panel=256, wide=0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cce_dist.autograd.token_chunk", lambda *sizes: 32)
+        patch.setattr("cce_dist.autograd.operands.token_chunk", lambda *sizes: 32)
         loss = loss_of(inputs, reduction="none", method="recompute")
         assert torch.equal(loss, whole), "the loss depends on the chunks"
         loss.mean().backward()

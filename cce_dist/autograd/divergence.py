@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .autograd import fp16_exponent, undifferentiable
-from .kernels.divergence import add_mixture_divergences, add_statistics, divergence_gradient, rescaled
-from .kernels.logits import LogitMap
-from .kernels.panel import panel_logits
-from .kernels.product import hidden_gradient, weight_gradient
-from .kernels.rows import pack_order, packing, take_rows, unpacking
-from .kernels.runtime import round_up
-from .parallel.collectives import all_reduce
-from .parallel.shard import VocabShard
+from ..kernels.divergence import add_mixture_divergences, add_statistics, divergence_gradient, rescaled
+from ..kernels.logits import LogitMap
+from ..kernels.panel import panel_logits
+from ..kernels.product import hidden_gradient, weight_gradient
+from ..kernels.rows import pack_order, packing, take_rows, unpacking
+from ..kernels.runtime import round_up
+from ..parallel.collectives import all_reduce
+from ..parallel.shard import VocabShard
+from .gradients import fp16_exponent, undifferentiable
 
 # the label of a token that does not count; the others have 0
 UNCOUNTED = -100
