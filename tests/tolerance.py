@@ -182,10 +182,10 @@ def _assert_scale_gradient(
     largest_logit: float,
     computed: torch.dtype,
 ) -> None:
-    """``terms``: what ``truth`` is the sum of, those of the targets, and the others; ``computed``: the dtype of the
-    hidden states."""
+    """``terms``: what ``truth`` is the sum of, and of that what comes of rounded numbers; ``computed``: the dtype of
+    the hidden states."""
     assert bool(gradient.isfinite()), "the gradient of logit_scale is not finite"
-    magnitude = sum(part.abs().sum() for part in terms)
+    magnitude = terms[0].abs().sum()
     if computed == torch.float64:
         bound = FP64 * magnitude
     else:
@@ -280,14 +280,16 @@ def _gradient_of_product(
 def _scale_terms(
     function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the gradient of logit_scale is the sum of: each logit's gradient times what the factor multiplies, of the
-    targets and of the others."""
+    """What the gradient of logit_scale is the sum of: each logit's gradient times what the factor multiplies. And
+    the part of it that products of rounded numbers have: not the targets', nor the bias's."""
     product = _product(inputs, torch.float64).detach()
     _, scaled = _apart(product, options)
-    terms = _gradient_of_product(function, scaled, inputs.targets, upstream, options) * product
+    dx = _gradient_of_product(function, scaled, inputs.targets, upstream, options)
     valid = _valid(inputs, options)
-    terms, labels = terms.flatten(0, -2)[valid], inputs.targets.flatten()[valid].long()[:, None]
-    return terms.gather(1, labels), terms.scatter(1, labels, 0)
+    terms, labels = (dx * product).flatten(0, -2)[valid], inputs.targets.flatten()[valid].long()[:, None]
+    # a bias has its part in full precision
+    rounded = (dx * _product(inputs._replace(bias=None), torch.float64).detach()).flatten(0, -2)[valid]
+    return terms, rounded.scatter(1, labels, 0)
 
 
 def _weights_of_tokens(inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]) -> torch.Tensor:
