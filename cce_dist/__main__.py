@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from . import __version__, linear_cross_entropy, reference
 from .kernels import runtime
-from .kernels.runtime import multiprocessors, target_of, triton_serves
+from .kernels.runtime import has_tma, multiprocessors, target_of, triton_serves
 from .planner import DTYPES, METHODS, REDUCTIONS, Plan, chip_of, default_budget, plan, plan_request
 
 MIB = 1 << 20
@@ -37,7 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--sequence-parallel", action="store_true", help="each rank holds a slice of the hidden states")
     add("--main-grad", action="store_true", help="the weight carries an fp32 gradient of its own")
     add("--device", help="cpu, cuda, or a chip's name such as sm_90; left out: the GPU at hand, else sm_90")
-    text = "compare the loss and its gradients with fp64 on the device at hand; the exit status is 1 where one is off"
+    text = (
+        "say what this machine has and what computes on it, and compare the loss and its gradients with fp64, in "
+        "under a minute; the exit status is 1 where one is off"
+    )
     commands.add_parser("check", help=text, description=text)
     args = parser.parse_args(arguments)
     if args.command == "check":
@@ -125,14 +129,12 @@ _LOSS, _FACTOR, _FACTOR_FP32, _FLOOR_FP32 = 1e-5, 1.08, 2.0, 2.0**-22
 
 def check() -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     triton = f"Triton {runtime.triton.__version__}" if runtime.HAS_TRITON else "no Triton"
-    print(f"cce_dist {__version__}, torch {torch.__version__}, {triton}, Python {platform.python_version()}")
-    print(f"{device}: {name}, {target_of(device)}, {multiprocessors(device)} multiprocessors")
-    if triton_serves(torch.empty(0, device=device)):
-        print("the Triton kernels run here" + (", interpreted" if runtime.INTERPRETED else ""))
-    else:
-        print("plain PyTorch computes here: the Triton kernels need a GPU, NVIDIA's from sm_80 on, and Triton")
+    versions = f"torch {torch.__version__}, {triton}, {_nccl()}, Python {platform.python_version()}"
+    print(f"cce_dist {__version__}, {versions}")
+    print(f"{device}: {_machine(device)}")
+    print(f"path: {_path(device)}")
+    started = time.perf_counter()
     print("\nerrors relative to fp64, and in brackets to those of whole fp32 logits")
     print(f"{'shape':16} {'dtype':9} {'method':10} {'loss':>8} {'d hidden':>15} {'d weight':>15}")
     failures = 0
@@ -152,8 +154,42 @@ def check() -> int:
                     cells, passed = f"{type(error).__name__}: {error}", False
                 failures += not passed
                 print(f"{title} {cells}  {'ok' if passed else 'FAILED'}", flush=True)
-    print(f"\n{failures} failed" if failures else "\nall good")
+    print(f"\n{f'{failures} failed' if failures else 'all good'}, in {time.perf_counter() - started:.0f} s")
     return 1 if failures else 0
+
+
+def _nccl() -> str:
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return "no NCCL"
+    return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _machine(device: torch.device) -> str:
+    if device.type != "cuda":
+        return platform.processor() or platform.machine()
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return (
+        f"{torch.cuda.get_device_name(device)}, {target_of(device)}, {multiprocessors(device)} multiprocessors, "
+        f"{memory:.0f} GiB, one of {torch.cuda.device_count()} here"
+    )
+
+
+def _path(device: torch.device) -> str:
+    """What computes on the device, and why."""
+    if triton_serves(torch.empty(0, device=device)):
+        if runtime.INTERPRETED:
+            return "the Triton kernels, interpreted, since TRITON_INTERPRET is set"
+        fetch = "its copy engine (TMA) fetches" if has_tma(target_of(device)) else "its threads fetch"
+        return f"the Triton kernels, since there are Triton and {target_of(device)}; {fetch} 16-bit tiles"
+    if device.type == "cuda" and runtime.HAS_TRITON:
+        why = f"{target_of(device)} is older than sm_80"
+    elif device.type == "cuda":
+        why = "there is no Triton from 3.4 on"
+    elif torch.version.cuda or torch.version.hip:
+        why = "torch sees no GPU"
+    else:
+        why = "this torch is built for CPUs"
+    return f"plain PyTorch, since {why}; the Triton kernels need Triton and a GPU, of NVIDIA's one from sm_80 on"
 
 
 def _try(case: Case, device: torch.device) -> tuple[str, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -230,8 +231,43 @@ def test_check_command_without_triton() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"cce_dist {cce_dist.__version__}, " in done.stdout
-    assert "no Triton" in done.stdout
-    assert "all good" in done.stdout
+    assert "no Triton, " in done.stdout
+    assert "path: plain PyTorch, since " in done.stdout
+    assert "all good, in " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("machine", "triton", "expected"),
+    [
+        ("sm_90", True, "the Triton kernels, since there are Triton and sm_90; its copy engine (TMA) fetch"),
+        ("sm_80", True, "the Triton kernels, since there are Triton and sm_80; its threads fetch"),
+        ("sm_75", True, "plain PyTorch, since sm_75 is older than sm_80"),
+        ("sm_90", False, "plain PyTorch, since there is no Triton from 3.4 on"),
+        ("cpu", True, "plain PyTorch, since torch sees no GPU"),
+        ("a build for CPUs", True, "plain PyTorch, since this torch is built for CPUs"),
+    ],
+)
+def test_check_says_which_path_is_taken_and_why(monkeypatch, machine, triton, expected) -> None:
+    module = importlib.import_module("cce_dist.__main__")
+    serves = triton and machine in ("sm_80", "sm_90")
+    device = torch.device("cuda" if machine.startswith("sm_") else "cpu")
+    monkeypatch.setattr(module, "target_of", lambda device: machine)
+    monkeypatch.setattr(module, "triton_serves", lambda tensor: serves)
+    monkeypatch.setattr(module.torch, "empty", lambda *size, device: None)
+    monkeypatch.setattr(runtime, "HAS_TRITON", triton)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "cuda", None if machine == "a build for CPUs" else "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert module._path(device).startswith(expected)
+
+
+def test_check_names_the_version_of_nccl(monkeypatch) -> None:
+    module = importlib.import_module("cce_dist.__main__")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert module._nccl() == "NCCL 2.27.5"
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert module._nccl() == "no NCCL"
 
 
 def test_check_finds_what_is_wrong(monkeypatch, capsys) -> None:
@@ -250,6 +286,21 @@ def test_check_finds_what_is_wrong(monkeypatch, capsys) -> None:
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("37 x")]
     assert [row.endswith("ok") for row in rows] == ["recompute" in row for row in rows]
     assert any("RuntimeError: no such instruction" in row for row in rows)
+
+
+def test_a_failing_check_gives_the_exit_status(monkeypatch, capsys) -> None:
+    def broken(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(cce_dist, "linear_cross_entropy", broken)
+    monkeypatch.setattr(sys, "argv", ["cce_dist", "check"])
+    monkeypatch.delitem(sys.modules, "cce_dist.__main__")
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("cce_dist", run_name="__main__")
+    assert stopped.value.code == 1
+    printed = capsys.readouterr().out
+    assert f"\n{printed.count('FAILED')} failed, in " in printed
+    assert not re.search(r"ok$", printed, re.M)
 
 
 @pytest.fixture

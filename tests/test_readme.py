@@ -11,31 +11,61 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# name, whether torchrun starts it, code
 BLOCKS = [
-    pytest.param(kind, code, id=f"{page.name}-{index}")
+    (f"{page.name}-{index}", bool(kind), code)
     for page in PAGES
     for index, (kind, code) in enumerate(re.findall(r"```python( torchrun)?\n(.*?)```", page.read_text(), re.S))
 ]
-
-
+# what a block imports, a module that its library alone has, and the extra that brings it
+EXTRAS = {
+    "transformers": ("transformers", "train"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+    # the link at the root has no such part
+    "kernels": ("kernels.layer", "hub"),
+}
 # of an op that training never uses, which takes a compiler and a minute
 _WITHOUT_BUILDING = """import deepspeed.ops
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 """
 
 
-@pytest.mark.parametrize(("kind", "code"), BLOCKS)
-def test_code_blocks_run(tmp_path, kind, code) -> None:
-    if "transformers" in code:
-        pytest.importorskip("transformers", reason="needs the extra train")
-    if "deepspeed" in code:
-        pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
-        code = _WITHOUT_BUILDING + code
-    script = tmp_path / "block.py"
+def library_of(code: str) -> str:
+    """The one that a block needs beside torch."""
+    found = [library for library in EXTRAS if re.search(rf"^(?:import|from) {library}\b", code, re.M)]
+    return found[-1] if found else "torch"
+
+
+def require(library: str) -> None:
+    if library in EXTRAS:
+        module, extra = EXTRAS[library]
+        pytest.importorskip(module, reason=f"needs the extra {extra}")
+
+
+def run(folder: Path, code: str, *launcher: str) -> None:
+    script = folder / "block.py"
     script.write_text(code)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if kind else []
     # the package as installed: nothing of the checkout's root is on the path
-    subprocess.run([sys.executable, *launcher, script], check=True, cwd=tmp_path, timeout=300)
+    subprocess.run([sys.executable, *launcher, script], check=True, cwd=folder, timeout=300)
+
+
+@pytest.mark.parametrize("library", sorted({library_of(code) for _, torchrun, code in BLOCKS if not torchrun}))
+def test_code_blocks_run(tmp_path, library) -> None:
+    require(library)
+    # in one process, each with names of its own: the imports take most of the time
+    blocks = {name: code for name, torchrun, code in BLOCKS if not torchrun and library_of(code) == library}
+    run(
+        tmp_path,
+        f"for name, code in {blocks!r}.items():\n    exec(compile(code, name, 'exec'), {{'__name__': '__main__'}})\n",
+    )
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, torchrun, code in BLOCKS if torchrun])
+def test_torchrun_blocks_run(tmp_path, code) -> None:
+    require(library_of(code))
+    if "deepspeed" in code:
+        code = _WITHOUT_BUILDING + code
+    run(tmp_path, code, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
