@@ -13,7 +13,8 @@ The truth is the reference in fp64. A result may be off by what its yardstick is
 - the gradient of a factor of all logits, one number, whose yardstick can be right by chance: as fp32 gradients, what
   is left in relation to the sum of its terms' magnitudes, of which there is one a logit. It comes of the products of
   the tensor cores, so with 16-bit inputs ``dx`` but for the targets' entries has been rounded once: a random error of
-  each term, of which ``DEVIATIONS`` standard deviations are allowed.
+  each term but its bias's, of which ``DEVIATIONS`` standard deviations are allowed. Where all entries are about the
+  same, as near a uniform softmax, so are their errors, and the yardstick is the one with that rounding.
 - fp64: 1e-12, thousands of its roundings.
 - losses, log-probabilities and entropies, and so the gradients of tokens' weights, which are losses: ``LOSS``
   relative to torch's cross_entropy on fp32 logits and to the truth.
@@ -134,7 +135,8 @@ def assert_gradients(
             _assert_token_weight_gradient(gradient, truth[name], fixed[name].abs().max(), inputs.hidden.dtype)
         elif name == "logit_scale":
             terms = _scale_terms(function, clean, upstream, options)
-            _assert_scale_gradient(gradient, truth[name], yard[name], terms, largest, inputs.hidden.dtype)
+            yards = [yard[name], coarse[name]] if name in coarse else [yard[name]]
+            _assert_scale_gradient(gradient, truth[name], yards, terms, largest, inputs.hidden.dtype)
         else:
             candidates = [yard[name]] if name not in coarse else [yard[name], coarse[name]]
             assert_gradient(gradient, truth[name], candidates, name, largest_logit=largest)
@@ -177,7 +179,7 @@ def assert_gradient(
 def _assert_scale_gradient(
     gradient: torch.Tensor,
     truth: torch.Tensor,
-    yard: torch.Tensor,
+    yards: Sequence[torch.Tensor],
     terms: tuple[torch.Tensor, torch.Tensor],
     largest_logit: float,
     computed: torch.dtype,
@@ -189,7 +191,7 @@ def _assert_scale_gradient(
     if computed == torch.float64:
         bound = FP64 * magnitude
     else:
-        bound = FACTOR_FP32 * (yard.to(gradient.dtype).double() - truth).abs()
+        bound = FACTOR_FP32 * max((yard.to(gradient.dtype).double() - truth).abs() for yard in yards)
         bound += (FLOOR_FP32 + largest_logit * 2.0**-24) * magnitude + truth.abs() * _unit(gradient.dtype)
         if computed in (torch.bfloat16, torch.float16):
             # errors are spread evenly over a last place, of two units of the number at most
@@ -239,9 +241,9 @@ def _gradients_of(
 def _gradients_of_rounded_operands(
     function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Gradients of hidden and weight, in fp32 but for ``dx``, which is rounded once to the inputs' 16 bits, except
-    the targets' entries, for fp16 in units of the power of two at the largest weight of a token; none for other
-    dtypes."""
+    """Gradients of hidden, weight and logit_scale, in fp32 but for ``dx``, which is rounded once to the inputs' 16
+    bits, except the targets' entries, for fp16 in units of the power of two at the largest weight of a token; none for
+    other dtypes."""
     dtype = inputs.hidden.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return {}
@@ -256,8 +258,13 @@ def _gradients_of_rounded_operands(
     dx = (exact / scale).to(dtype).float() * scale
     hit = valid.nonzero()[:, 0], labels[valid]
     dx[hit] = exact[hit]
+    # of the factor, which multiplies the bias in full precision
+    product, whole = (
+        _product(x, torch.float32).detach().flatten(0, -2) for x in (inputs._replace(bias=None), inputs)
+    )
+    of_factor = (dx * product).sum(dtype=torch.float64) + (exact * (whole - product)).sum(dtype=torch.float64)
     dx = dx * factor
-    return {"hidden": (dx @ weight).view_as(inputs.hidden), "weight": dx.T @ hidden}
+    return {"hidden": (dx @ weight).view_as(inputs.hidden), "weight": dx.T @ hidden, "logit_scale": of_factor}
 
 
 def _apart(product: torch.Tensor, options: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:

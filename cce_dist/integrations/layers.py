@@ -18,6 +18,7 @@ class LinearCrossEntropy(nn.Module):
     That module's ``options``, a dict, where it has one, are those of :func:`cce_dist.linear_cross_entropy`.
     """
 
+    can_torch_compile = True
     # of the module whose forward this becomes
     options: dict[str, Any]
 
