@@ -96,7 +96,9 @@ def _layout(module: nn.Module) -> tuple[str, VocabShard | None]:
         check_lora(module)
         base: Any = module.base_layer
         if (layout := _layout(base)[0]) != "whole":
-            raise TypeError(f"head: LoRA of one that is {layout} is not computed; leave the head out of target_modules")
+            raise TypeError(
+                f"head: LoRA of one that is {layout} is not computed; leave the head out of target_modules"
+            )
         return "whole, with LoRA", None
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise TypeError(
