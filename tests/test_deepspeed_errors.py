@@ -11,6 +11,7 @@ from deepspeed_jobs import Job, clean_state, config_of, libraries, make_engine, 
 
 from cce_dist import VocabParallelEmbedding, VocabShard, linear_cross_entropy
 from cce_dist.integrations.deepspeed import TensorParallelUnit, head_loss, prepare, shard_head
+from cce_dist.integrations.transformers import patch
 
 
 def small(name, **config):
@@ -112,16 +113,18 @@ def check_no_mpu(device, prepared):
     message = r"the ranks \[0, 1.*\] hold different rows of .* pass deepspeed.initialize\(.*TensorParallelUnit"
     if prepared == "before":
         prepare(model)
+    elif prepared == "patched":
+        patch(model)
     with clean_state():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config_of(Job("zero", 1))
         )
-        act = (lambda: run_step(Job("zero", 1, vocab=204), engine, 0, device)) if prepared == "before" else prepare
+        act = prepare if prepared == "after" else lambda: run_step(Job("zero", 1, vocab=204), engine, 0, device)
         with pytest.raises(ValueError, match=message):
             act(*([engine] if prepared == "after" else []))
 
 
-@pytest.mark.parametrize("prepared", ["before", "after"])
+@pytest.mark.parametrize("prepared", ["before", "after", "patched"])
 def test_no_mpu(world, prepared) -> None:
     world.run(check_no_mpu, prepared)
 

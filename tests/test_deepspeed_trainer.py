@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_jobs import clean_state
+from deepspeed_jobs import clean_state, libraries
+from tolerance import LOSS, assert_gradient
 from trainer_jobs import (
     ROWS,
     assert_same,
+    make_model,
     make_trainer,
     moved,
     outcome_of,
@@ -21,6 +24,8 @@ from trainer_jobs import (
     run_alone,
     whole_weights,
 )
+
+from cce_dist.integrations.transformers import patch
 
 
 @contextlib.contextmanager
@@ -97,8 +102,9 @@ def check_trainer(device, folder, stage):
         assert_same(found, *alone)
         trainer.save_model(folder / "saved")
         dist.barrier()
-        loaded = dict(type(trainer.model).from_pretrained(folder / "saved").named_parameters())
-        assert all(torch.equal(loaded[name], weights[name]) for name in loaded)
+    # in one piece, by a process that knows no DeepSpeed
+    loaded = dict(type(make_model()).from_pretrained(folder / "saved").named_parameters())
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     with launched():
         again = make_trainer(folder / "resumed", True, batch=batch, deepspeed=config_of(stage))
         outcome = outcome_of(again, str(folder / "straight" / "checkpoint-2"))
@@ -108,7 +114,7 @@ def check_trainer(device, folder, stage):
         assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_trainer(world, shared_path, stage) -> None:
     if ROWS % world.size:
         pytest.skip(f"{ROWS} rows are to be divided")
@@ -132,3 +138,39 @@ def test_accelerate(world, shared_path, stage) -> None:
     if ROWS % world.size:
         pytest.skip(f"{ROWS} rows are to be divided")
     world.run(check_accelerate, str(shared_path), stage)
+
+
+def check_kinds(device, kind):
+    """The head's adapters, and a loss of experts that is added in place, under ZeRO-3."""
+    deepspeed = libraries()
+    import test_transformers as models
+    from deepspeed.utils import safe_get_full_grad
+
+    ids, labels = models.make_batch()
+    model = models.adapted() if kind == "lora" else models.make_model(kind)
+    truth_loss, truth = models.gradients_of(copy.deepcopy(model).double(), input_ids=ids, labels=labels)
+    _, yard = models.gradients_of(model, input_ids=ids, labels=labels)
+    model.zero_grad()
+    patch(model)
+    with clean_state():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        config = config_of(3, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=1)
+        config |= {"gradient_clipping": 0.0}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=0.1), config=config)
+        loss = engine(input_ids=ids, labels=labels).loss
+        assert loss.item() == pytest.approx(truth_loss.item(), rel=LOSS)
+        engine.backward(loss)
+        for name, parameter in engine.module.named_parameters():
+            if name in yard:
+                found = safe_get_full_grad(parameter)
+                assert_gradient(found, truth[name].double(), [yard[name]], name, largest_logit=10.0)
+        engine.step()
+        assert engine(input_ids=ids, labels=labels).loss < loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "Mixtral", "Granite"])
+def test_kinds_of_models_at_stage_3(world, kind) -> None:
+    if kind == "lora":
+        pytest.importorskip("peft", reason="needs the extra train")
+    world.run(check_kinds, kind)

@@ -17,7 +17,8 @@ import torch.nn as nn
 from .checkpoint import whole_state_dict
 from .groups import TensorParallelUnit, check_groups, sequence_parallel
 from .heads import Head, find_head, mark_shards, shard_head, whole_shape
-from .model import OPTIONS, HeadLoss, find_model, head_loss, patch_model
+from .loss import OPTIONS, HeadLoss, head_loss
+from .model import find_model, patch_model
 from .pipeline import PipelineHead, PipelineLoss, with_weight
 from .sequence import vocab_parallel_linear_cross_entropy
 

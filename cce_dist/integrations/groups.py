@@ -17,6 +17,11 @@ def _groups() -> Any:
     return groups if groups is not None and dist.is_available() and dist.is_initialized() else None
 
 
+def taken_by_zero(head: Any) -> bool:
+    """Whether an engine of ZeRO's stages 1 to 3 has taken the parameters of ``head``."""
+    return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in head.parameters())
+
+
 def sequence_size() -> int:
     groups = _groups()
     if groups is None or groups.mpu is None or not hasattr(groups.mpu, "get_sequence_parallel_world_size"):

@@ -9,101 +9,18 @@ gradient once.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cce_dist.functional import TokenStats, linear_cross_entropy
-from cce_dist.parallel.shard import VocabShard
+from cce_dist.functional import TokenStats
 
-from .adapters import active_module, operands
-from .groups import check_groups, sequence_size
+from .adapters import active_module
 from .heads import Head, find_head, whole_shape
 from .logits import CURE, Logits
-from .sequence import SequenceParallel
-
-# what is bound for all calls: the others are the layout's, or a call's
-OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters) - {
-    "hidden", "weight", "targets", "bias", "shard", "reduction", "denominator", "token_weight", "return_stats",
-}  # fmt: skip
-_MISSING = object()
-
-
-@dataclass
-class HeadLoss:
-    """How the loss of a head is computed: ``options`` of the loss, ``sequence`` where the tokens are spread over
-    ranks, ``shard`` where the rows are, which else the head's own layout says."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    sequence: SequenceParallel | None = None
-    shard: VocabShard | None = None
-
-    def __call__(
-        self, head: Any, hidden: torch.Tensor, targets: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor, TokenStats | None]:
-        """The loss of ``hidden`` [..., D] and ``targets`` [...], by a call of the head's module."""
-        results: list[Any] = []
-
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            results.extend(self._compute(head, hidden, targets, {**self.options, **options}))
-            return results[0]
-
-        before = head.__dict__.get("forward", _MISSING)
-        head.forward = forward
-        try:
-            loss = head(hidden)
-        finally:
-            _put_back(head, "forward", before)
-        if not torch.compiler.is_compiling() and loss.data_ptr() != results[0].data_ptr():
-            raise RuntimeError(
-                f"head: a forward hook of {type(head).__name__} changes what it returns: its loss would be another"
-            )
-        return loss, results[1]
-
-    def _compute(self, head: Any, hidden: torch.Tensor, targets: torch.Tensor, options: dict[str, Any]) -> Any:
-        found = find_head(head, head, self.shard)
-        check_groups(found)
-        if self.sequence is None and sequence_size() > 1:
-            raise ValueError(
-                "how gradients are combined under sequence parallelism depends on the engine: call "
-                "prepare(engine) after deepspeed.initialize"
-            )
-        hidden, weight, bias = operands(head, hidden)
-        # a head on a device of its own
-        hidden, targets = hidden.to(weight.device), targets.to(weight.device)
-        options = {**options, "bias": bias, "shard": found.shard}
-        if self.sequence is not None:
-            return self.sequence.loss(hidden, weight, targets, **options), None
-        result: Any = linear_cross_entropy(hidden, weight, targets, **options)
-        return result if options.get("return_stats") else (result, None)
-
-
-def head_loss(
-    head: nn.Module,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    reduction: str = "mean",
-    denominator: float | torch.Tensor | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """The loss of a head, in the forward of a model that DeepSpeed trains. It calls the head's module, so that
-    ZeRO-3's hooks gather its weight for forward and for backward.
-
-    Args:
-        head: as in :func:`prepare`; this rank's rows are known from the module.
-        hidden: [..., D]. Equal on all tensor-parallel ranks, this rank's slice under Ulysses.
-        targets: [...] int64, those of ``hidden``.
-        reduction, denominator, options: see :func:`cce_dist.linear_cross_entropy`. Under Ulysses, after ``prepare``
-            of the engine, ``"mean"`` and ``"sum"`` are over the whole sequence.
-
-    Returns fp32, [] or [...]; raises what :func:`prepare` and :func:`cce_dist.linear_cross_entropy` raise.
-    """
-    loss: HeadLoss = head.__dict__.get("cce_loss") or HeadLoss()
-    return loss(head, hidden, targets, reduction=reduction, denominator=denominator, **options)[0]
+from .loss import MISSING, HeadLoss, put_back
 
 
 class ModelForward:
@@ -112,7 +29,7 @@ class ModelForward:
 
     def __init__(self, model: nn.Module, head: str | nn.Module | None, loss: HeadLoss, skip_logits: bool | None):
         self.model, self.original = model, model.forward
-        self.before = model.__dict__.get("forward", _MISSING)
+        self.before = model.__dict__.get("forward", MISSING)
         self.configure(head, loss, skip_logits)
         # Trainer and generate look at the names of the arguments
         self.__signature__ = inspect.signature(model.forward)
@@ -122,6 +39,7 @@ class ModelForward:
         self.known: nn.Module | None = None
         self.found: Head | None = None
 
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         skip_logits = kwargs.pop("skip_logits", self.skip_logits)
         if not self.enabled:
@@ -142,14 +60,14 @@ class ModelForward:
         place, _, key = found.name.rpartition(".")
         owner: Any = model.get_submodule(place)
         loss_function = _LossFunction(active_module(head), self.loss)
-        before = model.__dict__.get("_loss_function", _MISSING)
+        before = model.__dict__.get("_loss_function", MISSING)
         owner._modules[key] = _StandIn(head, self.vocab_size)
         model._loss_function = loss_function
         try:
             output = self.original(*args, **kwargs)
         finally:
             owner._modules[key] = head
-            _put_back(model, "_loss_function", before)
+            put_back(model, "_loss_function", before)
         if not loss_function.asked:
             raise RuntimeError(
                 f"model: {type(model).__name__}'s forward did not take its loss from loss_function; {CURE}"
@@ -172,7 +90,7 @@ class ModelForward:
     def remove(self) -> None:
         """The model is as it was, also where something else has wrapped its forward since."""
         if self.model.__dict__.get("forward") is self:
-            _put_back(self.model, "forward", self.before)
+            put_back(self.model, "forward", self.before)
         self.enabled = False
 
 
@@ -290,10 +208,3 @@ def patch_model(
         return current
     model.forward = ModelForward(model, head, loss, skip_logits)
     return model.forward
-
-
-def _put_back(module: nn.Module, name: str, value: Any) -> None:
-    if value is _MISSING:
-        delattr(module, name)
-    else:
-        setattr(module, name, value)

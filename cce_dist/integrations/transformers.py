@@ -13,7 +13,8 @@ import torch.nn as nn
 from cce_dist.parallel.shard import VocabShard
 
 from .heads import Head, find_head
-from .model import OPTIONS, HeadLoss, ModelForward, find_model, patch_model
+from .loss import OPTIONS, HeadLoss
+from .model import ModelForward, find_model, patch_model
 
 __all__ = ["Patch", "patch", "unpatch"]
 _OPTIONS = OPTIONS - {"logit_scale", "softcap"} | {"return_stats"}
@@ -95,7 +96,7 @@ def patch(
             f"get_output_embeddings, found {type(model).__name__}"
         )
     found = find_head(causal, head, shard)
-    return Patch(patch_model(causal, head, HeadLoss(options, None, shard), skip_logits), found)
+    return Patch(patch_model(causal, head, HeadLoss(options, None, shard, engine=False), skip_logits), found)
 
 
 def unpatch(model: Any) -> None:
