@@ -12,9 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [
-    pytest.param(kind, code, id=f"{page.name}-{index}")
+    pytest.param(kind, code, id=f"{page.name}-{index}", marks=pytest.mark.slow if slow else ())
     for page in PAGES
-    for index, (kind, code) in enumerate(re.findall(r"```python( torchrun)?\n(.*?)```", page.read_text(), re.S))
+    for index, (kind, slow, code) in enumerate(
+        re.findall(r"```python( torchrun)?( slow)?\n(.*?)```", page.read_text(), re.S)
+    )
 ]
 
 
@@ -26,8 +28,9 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 @pytest.mark.parametrize(("kind", "code"), BLOCKS)
 def test_code_blocks_run(tmp_path, kind, code) -> None:
-    if "transformers" in code:
-        pytest.importorskip("transformers", reason="needs the extra train")
+    for library, used in (("transformers", "transformers"), ("accelerate", "Trainer"), ("peft", "import peft")):
+        if used in code:
+            pytest.importorskip(library, reason="needs the extra train")
     if "deepspeed" in code:
         pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
         code = _WITHOUT_BUILDING + code

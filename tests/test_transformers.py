@@ -557,7 +557,7 @@ def test_transformers_own_tensor_parallelism(world, shared_path, name) -> None:
     world.run(check_tensor_parallel, shared_path, name)
 
 
-def check_wrapped(device, wrapper):
+def check_wrapped(device, wrapper, order):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -568,6 +568,8 @@ def check_wrapped(device, wrapper):
         _, truth = gradients_of(copy.deepcopy(model).double(), input_ids=ids, labels=labels)
         model.zero_grad()
         trained = model
+        if order == "before":
+            patch(model)
         if wrapper == "ddp":
             trained = torch.nn.parallel.DistributedDataParallel(model)
         else:
@@ -576,7 +578,8 @@ def check_wrapped(device, wrapper):
             own = [model.lm_head] if name == "Llama" else []
             for module in (*model.model.layers, *own, model):
                 fully_shard(module, mesh=mesh)
-        patch(trained)
+        if order == "after":
+            patch(trained)
         loss = trained(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.testing.assert_close(loss, yard_loss, rtol=LOSS, atol=0)
@@ -585,9 +588,10 @@ def check_wrapped(device, wrapper):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_data_parallel_wrappers(world, wrapper) -> None:
-    world.run(check_wrapped, wrapper)
+def test_data_parallel_wrappers(world, wrapper, order) -> None:
+    world.run(check_wrapped, wrapper, order)
 
 
 def check_shard(device):
