@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
+import inspect
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from trainer_jobs import (
@@ -70,3 +79,22 @@ def test_accelerate() -> None:
         )
 
     assert_same(train(True), train(False, torch.float64), train(False))
+
+
+@pytest.mark.slow
+def test_the_example_runs(tmp_path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text").mkdir()
+    for module in (argparse, ast, inspect):
+        shutil.copy(module.__file__, tmp_path / "text")
+    script = Path(__file__).parents[1] / "launch" / "finetune_trainer.py"
+    options = ["--data", tmp_path / "text", "--output", tmp_path / "run", "--steps", 30, "--length", 64, "--rate", 3e-3]
+    done = subprocess.run(
+        [sys.executable, script, *map(str, options)], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "Patch(LlamaForCausalLM: lm_head, whole)" in done.stdout
+    metrics = ast.literal_eval(done.stdout.strip().splitlines()[-1])
+    assert metrics["eval_loss"] < 7.0 < math.log(4096)
+    assert metrics["eval_accuracy"] > 0.02
+    assert metrics["eval_entropy"] > 0
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
