@@ -9,6 +9,7 @@ Without --model it is a small Llama from scratch, without --data the Python stan
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", help="a folder or a name that from_pretrained takes, with its tokenizer")
     add("--data", type=Path, nargs="*", help="text files, or folders of them")
     add("--output", type=Path, default=Path("runs/finetune"), help="where the model and its checkpoints go")
-    add("--deepspeed", help="a DeepSpeed config, as launch/ds_*.json")
+    add("--deepspeed", type=Path, help="a DeepSpeed config, as launch/ds_*.json")
     add("--steps", type=int, default=40)
     add("--batch", type=int, default=8, help="sequences of a rank and step")
     add("--length", type=int, default=128, help="tokens of a sequence")
@@ -58,6 +59,16 @@ def load_model(args: argparse.Namespace) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def deepspeed_config(path: Path | None) -> dict[str, Any] | None:
+    """The file's, with the Trainer's batch sizes and a whole model in what it saves."""
+    if path is None:
+        return None
+    config = json.loads(path.read_text())
+    zero = {"stage3_gather_16bit_weights_on_model_save": True, **config.get("zero_optimization", {})}
+    sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    return {**config, **sizes, "zero_optimization": zero}
+
+
 def metrics(prediction: transformers.EvalPrediction) -> dict[str, float]:
     stats, labels = TokenStats(*prediction.predictions), prediction.label_ids[:, 1:]
     return {
@@ -72,8 +83,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     # before the model: under ZeRO-3 from_pretrained then loads each rank's part alone
     arguments = transformers.TrainingArguments(
         str(args.output), max_steps=args.steps, per_device_train_batch_size=args.batch, learning_rate=args.rate,
-        per_device_eval_batch_size=args.batch, bf16=gpu, use_cpu=not gpu, deepspeed=args.deepspeed, report_to=[],
-        logging_steps=10, save_strategy="no",
+        per_device_eval_batch_size=args.batch, bf16=gpu, use_cpu=not gpu, max_grad_norm=0.0, report_to=[],
+        logging_steps=10, save_strategy="no", deepspeed=deepspeed_config(args.deepspeed),
     )  # fmt: skip
     rows, model = load_rows(args), load_model(args)
     print(patch(model, skip_logits=True, return_stats=True))

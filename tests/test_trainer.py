@@ -88,7 +88,18 @@ def test_the_example_runs(tmp_path) -> None:
     for module in (argparse, ast, inspect):
         shutil.copy(module.__file__, tmp_path / "text")
     script = Path(__file__).parents[1] / "launch" / "finetune_trainer.py"
-    options = ["--data", tmp_path / "text", "--output", tmp_path / "run", "--steps", 30, "--length", 64, "--rate", 3e-3]
+    options = [
+        "--data",
+        tmp_path / "text",
+        "--output",
+        tmp_path / "run",
+        "--steps",
+        30,
+        "--length",
+        64,
+        "--rate",
+        3e-3,
+    ]
     done = subprocess.run(
         [sys.executable, script, *map(str, options)], check=True, capture_output=True, text=True, cwd=tmp_path
     )
