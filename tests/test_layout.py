@@ -65,7 +65,8 @@ def test_integrations_import_their_library_when_used() -> None:
 def test_scripts_use_public_names() -> None:
     public = {"cce_dist", "cce_dist.reference"} | {f"cce_dist.{name}" for name in _public_names()}
     public |= {"cce_dist.reference.linear_cross_entropy"}
-    integrations = {f"cce_dist.integrations.{name}" for name in ("deepspeed", "deepspeed.prepare")}
+    names = ("deepspeed", "deepspeed.prepare", "transformers", "transformers.patch")
+    integrations = {f"cce_dist.integrations.{name}" for name in names}
     public |= {"cce_dist.integrations", *integrations}
     # what tunes the kernels knows them
     tools = {"compiled.py", "tune.py"}
