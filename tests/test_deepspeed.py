@@ -268,6 +268,28 @@ def test_labels_are_taken_as_the_model_takes_them() -> None:
     assert model(ids).logits.shape == (2, 8, 203)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Gemma2", {"head_dim": 16, "final_logit_softcapping": 2.0}),
+        ("Cohere", {"logit_scale": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+        ("Granite", {"logits_scaling": 3.0}),
+    ],
+)
+def test_scaled_and_capped_models(name, options) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=97, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.3, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    ids = torch.arange(16).view(2, 8)
+    expected = model(input_ids=ids, labels=ids).loss.item()
+    prepare(model)
+    assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_sum_of_auxiliary_losses_stays() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(

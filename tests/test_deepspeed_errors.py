@@ -11,6 +11,7 @@ from deepspeed_jobs import Job, clean_state, config_of, libraries, make_engine, 
 
 from cce_dist import VocabParallelEmbedding, VocabShard, linear_cross_entropy
 from cce_dist.integrations.deepspeed import TensorParallelUnit, head_loss, prepare, shard_head
+from cce_dist.integrations.transformers import patch
 
 
 def small(name, **config):
@@ -71,9 +72,6 @@ def embedding_sharded_alone():
             r"unknown options \['soft_cap'\]; prepare takes \['class_weight', 'ignore",
         ),
         (lambda: "model", {}, TypeError, "model must be an nn.Module or DeepSpeed's engine, got str"),
-        (lambda: small("Gemma2", head_dim=16), {}, ValueError, "changes its logits by final_logit_softcapping=30"),
-        (lambda: small("Cohere"), {}, ValueError, "changes its logits by logit_scale=0.0625"),
-        (lambda: small("Granite", logits_scaling=2.0), {}, ValueError, "changes its logits by logits_scaling=2"),
         (lambda: small("T5"), {}, ValueError, "T5ForConditionalGeneration is no causal language model"),
     ],
 )
@@ -85,9 +83,9 @@ def test_models_that_can_not_be_made_right(make, options, error, message) -> Non
 def test_a_model_that_changes_its_logits() -> None:
     import transformers
 
-    class Doubled(transformers.LlamaForCausalLM):
+    class Shifted(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels=None):
-            logits = self.lm_head(self.model(input_ids)[0]) * 2
+            logits = self.lm_head(self.model(input_ids)[0]) + 2
             return self.loss_function(logits=logits, labels=labels, vocab_size=97)
 
     class Silent(transformers.LlamaForCausalLM):
@@ -95,7 +93,10 @@ def test_a_model_that_changes_its_logits() -> None:
             return self.lm_head(self.model(input_ids)[0])
 
     ids = torch.arange(8).view(1, 8)
-    for kind, message in ((Doubled, "changes its logits between head and loss"), (Silent, "did not take its loss")):
+    for kind, message in (
+        (Shifted, "changes or reads its logits .* by its __add__"),
+        (Silent, "did not take its loss"),
+    ):
         model = kind(small("Llama").config)
         prepare(model)
         with pytest.raises(RuntimeError, match=message):
@@ -112,16 +113,18 @@ def check_no_mpu(device, prepared):
     message = r"the ranks \[0, 1.*\] hold different rows of .* pass deepspeed.initialize\(.*TensorParallelUnit"
     if prepared == "before":
         prepare(model)
+    elif prepared == "patched":
+        patch(model)
     with clean_state():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config_of(Job("zero", 1))
         )
-        act = (lambda: run_step(Job("zero", 1, vocab=204), engine, 0, device)) if prepared == "before" else prepare
+        act = prepare if prepared == "after" else lambda: run_step(Job("zero", 1, vocab=204), engine, 0, device)
         with pytest.raises(ValueError, match=message):
             act(*([engine] if prepared == "after" else []))
 
 
-@pytest.mark.parametrize("prepared", ["before", "after"])
+@pytest.mark.parametrize("prepared", ["before", "after", "patched"])
 def test_no_mpu(world, prepared) -> None:
     world.run(check_no_mpu, prepared)
 

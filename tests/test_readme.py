@@ -11,15 +11,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# name, whether torchrun starts it, code
+# name, whether torchrun starts it, whether it takes long, code
 BLOCKS = [
-    (f"{page.name}-{index}", bool(kind), code)
+    (f"{page.name}-{index}", bool(torchrun), bool(slow), code)
     for page in PAGES
-    for index, (kind, code) in enumerate(re.findall(r"```python( torchrun)?\n(.*?)```", page.read_text(), re.S))
+    for index, (torchrun, slow, code) in enumerate(
+        re.findall(r"```python( torchrun)?( slow)?\n(.*?)```", page.read_text(), re.S)
+    )
 ]
 # what a block imports, a module that its library alone has, and the extra that brings it
 EXTRAS = {
-    "transformers": ("transformers", "train"),
+    # whose Trainer needs it
+    "transformers": ("accelerate", "train"),
+    "peft": ("peft", "train"),
     "deepspeed": ("deepspeed", "deepspeed"),
     # the link at the root has no such part
     "kernels": ("kernels.layer", "hub"),
@@ -49,18 +53,31 @@ def run(folder: Path, code: str, *launcher: str) -> None:
     subprocess.run([sys.executable, *launcher, script], check=True, cwd=folder, timeout=300)
 
 
-@pytest.mark.parametrize("library", sorted({library_of(code) for _, torchrun, code in BLOCKS if not torchrun}))
-def test_code_blocks_run(tmp_path, library) -> None:
+def marked(slow: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.slow,) if slow else ()
+
+
+@pytest.mark.parametrize(
+    ("library", "slow"),
+    [
+        pytest.param(library, slow, id=f"{library}-slow" if slow else library, marks=marked(slow))
+        for library, slow in sorted({(library_of(code), slow) for _, torchrun, slow, code in BLOCKS if not torchrun})
+    ],
+)
+def test_code_blocks_run(tmp_path, library, slow) -> None:
     require(library)
     # in one process, each with names of its own: the imports take most of the time
-    blocks = {name: code for name, torchrun, code in BLOCKS if not torchrun and library_of(code) == library}
+    wanted = (False, slow, library)
+    blocks = {name: code for name, torchrun, long, code in BLOCKS if (torchrun, long, library_of(code)) == wanted}
     run(
         tmp_path,
         f"for name, code in {blocks!r}.items():\n    exec(compile(code, name, 'exec'), {{'__name__': '__main__'}})\n",
     )
 
 
-@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, torchrun, code in BLOCKS if torchrun])
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, id=name, marks=marked(slow)) for name, torchrun, slow, code in BLOCKS if torchrun]
+)
 def test_torchrun_blocks_run(tmp_path, code) -> None:
     require(library_of(code))
     if "deepspeed" in code:

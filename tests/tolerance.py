@@ -242,8 +242,8 @@ def _gradients_of_rounded_operands(
     function: Function, inputs: Inputs, upstream: Upstream, options: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Gradients of hidden, weight and logit_scale, in fp32 but for ``dx``, which is rounded once to the inputs' 16
-    bits, except the targets' entries, for fp16 in units of the power of two at the largest weight of a token; none for
-    other dtypes."""
+    bits, except the targets' entries, for fp16 in units of the power of two at the largest weight of a token; none
+    for other dtypes."""
     dtype = inputs.hidden.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return {}

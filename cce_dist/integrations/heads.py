@@ -12,6 +12,7 @@ import torch.nn as nn
 from cce_dist.module import VocabParallelEmbedding, VocabParallelLMHead
 from cce_dist.parallel.shard import VocabShard
 
+from .adapters import active_module, check_lora, is_lora
 from .checkpoint import describe_shards
 
 
@@ -27,8 +28,9 @@ class Head:
     tied_to: str | None
 
 
-def find_head(model: nn.Module, head: str | nn.Module | None = None) -> Head:
-    """The head of ``model``: the module ``head`` (or of that name), else its output embeddings.
+def find_head(model: nn.Module, head: str | nn.Module | None = None, shard: VocabShard | None = None) -> Head:
+    """The head of ``model``: the module ``head`` (or of that name), else its output embeddings. ``shard``: which rows
+    it holds, where its module does not say so.
 
     Raises ``ValueError`` where there is none, where its layout is not known, and for tied embeddings that were
     sharded apart; ``TypeError`` for a module that computes more than ``hidden @ weight.T + bias``.
@@ -50,16 +52,26 @@ def find_head(model: nn.Module, head: str | nn.Module | None = None) -> Head:
             )
     if module not in names:
         raise ValueError(f"head: {type(module).__name__} is no module of {type(model).__name__}")
-    layout, shard = _layout(module)
+    name = names[module]
+    module = active_module(module)
+    layout, own = _layout(module)
     rows = whole_shape(module.weight)[0]
+    if shard is not None:
+        if own is not None or layout != "whole" or rows != shard.rows:
+            raise ValueError(
+                f"shard is of {shard.rows} rows of a plain head, got {rows} of one that is {layout}: pass no shard "
+                "where the head's module knows it"
+            )
+        own, layout = shard, "a shard"
+    shard = own
     size = _vocab_size(model) if head is None else None
     if shard is None and size is not None and rows != size:
         raise ValueError(
-            f"{names[module]}.weight has {rows} rows, the model's vocabulary {size}, and nothing says which of them "
+            f"{name}.weight has {rows} rows, the model's vocabulary {size}, and nothing says which of them "
             'this rank holds: shard the head by AutoTP ("vocab_parallel_lm_head": true) or by shard_head(model, '
             "group), or pass the module as head"
         )
-    return Head(module, names[module], layout, shard, _tie(model, module, names))
+    return Head(module, name, layout, shard, _tie(model, module, names))
 
 
 def whole_shape(weight: torch.Tensor) -> tuple[int, ...]:
@@ -80,12 +92,32 @@ def _layout(module: nn.Module) -> tuple[str, VocabShard | None]:
                 'the tensor-parallel plan, or set "vocab_parallel_lm_head": true'
             )
         return f"AutoTP's {kind}", _autotp_shard(module)
+    if is_lora(module):
+        check_lora(module)
+        base: Any = module.base_layer
+        if (layout := _layout(base)[0]) != "whole":
+            raise TypeError(
+                f"head: LoRA of one that is {layout} is not computed; leave the head out of target_modules"
+            )
+        return "whole, with LoRA", None
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise TypeError(
             f"head: expected an nn.Linear, cce_dist's VocabParallelLMHead or a layer of AutoTP, got {kind}, whose "
-            "forward may do more (as adapters do); its loss must be computed from its logits"
+            "forward may do more (as adapters and quantised layers do); its loss must be computed from its logits"
         )
-    return "whole", None
+    weight = module.weight
+    sharded = type(weight.data).__name__ == "DTensor"
+    if not (sharded or type(weight.data) is torch.Tensor) or not weight.is_floating_point():
+        kind, dtype = type(weight.data).__name__, str(weight.dtype).removeprefix("torch.")
+        raise TypeError(f"head: its weight is a {kind} of {dtype}, as quantised ones are; expected plain numbers")
+    if weight.is_meta:
+        raise ValueError("head: its weight is on the meta device, offloaded or never loaded")
+    # transformers' tensor parallelism and accelerate's devices are known to leave a linear layer's logits alone
+    replaced = module.__dict__.get("forward")
+    known = sharded or hasattr(module, "_hf_hook") or getattr(replaced, "__module__", "").startswith("cce_dist.")
+    if replaced is not None and not known:
+        raise TypeError(f"head: the forward of its {kind} was replaced, and may do more; undo that first")
+    return ("a DTensor" if sharded else "whole"), None
 
 
 def _autotp_shard(module: Any) -> VocabShard | None:
