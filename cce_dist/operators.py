@@ -46,9 +46,8 @@ _SCHEMA = (
 )
 # of this copy of the package: there may be another under another name
 _library = torch.library.Library(__name__.replace(".", "_"), "DEF")
-_library.define(f"forward({_SCHEMA}) -> Tensor[]")
-_library.define(f"backward(Tensor record, Tensor?[] grads, {_SCHEMA}) -> Tensor[]")
-_forward, _backward = (f"{_library.ns}::{name}" for name in ("forward", "backward"))
+_FORWARD = f"{_library.ns}::{_library.define(f'forward({_SCHEMA}) -> Tensor[]')}"
+_BACKWARD = f"{_library.ns}::{_library.define(f'backward(Tensor record, Tensor?[] grads, {_SCHEMA}) -> Tensor[]')}"
 
 
 def operator(
@@ -150,6 +149,7 @@ def _flat(result: Any) -> Iterator[torch.Tensor]:
             yield from _flat(part)
 
 
+@torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _run_forward(name: str, names: list[str], tensors: list[torch.Tensor], needs: list[bool], *others: Any) -> Any:
     leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
     outputs = _recording(_Call(name, names, leaves, needs, *others), any(needs))
@@ -172,6 +172,7 @@ def _recording(call: _Call, needed: bool) -> list[torch.Tensor]:
         return call()
 
 
+@torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _run_backward(record: torch.Tensor, grads: list[torch.Tensor | None], *arguments: Any) -> list[torch.Tensor]:
     recorded = _recorded.pop(int(record), None)
     if recorded is None:
@@ -195,6 +196,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
     ctx.arguments = name, names, others
 
 
+def _of_forward(backward: _F) -> _F:
+    torch.library.register_autograd(_FORWARD, backward, setup_context=_save, lib=_library)
+    return backward
+
+
+@_of_forward
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
     record, *tensors = ctx.saved_tensors
     name, names, others = ctx.arguments
@@ -205,18 +212,13 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
     return None, None, [next(found) if need else None for need in needs], *(None if x else [] for x in others)
 
 
-_library.impl("forward", _run_forward, "CompositeExplicitAutograd")
-_library.impl("backward", _run_backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake(_forward, lib=_library)
-def _(*arguments: Any) -> list[torch.Tensor]:
+@torch.library.register_fake(_FORWARD, lib=_library)
+def _empty_forward(*arguments: Any) -> list[torch.Tensor]:
     return [*_Call(*arguments).empty(), torch.empty(1, dtype=torch.int64)]
 
 
-@torch.library.register_fake(_backward, lib=_library)
-def _(record: torch.Tensor, grads: Any, name: str, names: Any, tensors: Any, needs: Any, *others: Any) -> Any:
+@torch.library.register_fake(_BACKWARD, lib=_library)
+def _empty_backward(
+    record: torch.Tensor, grads: Any, name: str, names: Any, tensors: Any, needs: Any, *others: Any
+) -> Any:
     return [x.new_empty(x.shape) for x, need in zip(tensors, needs, strict=True) if need]
-
-
-torch.library.register_autograd(_forward, _differentiate, setup_context=_save, lib=_library)

@@ -37,7 +37,7 @@ def test_more_than_2_31_elements(n, d, v, method) -> None:
     hidden, weight = big(n, d).requires_grad_(), big(v, d, seed=1).requires_grad_()
     targets = torch.randint(v, (n,), device="cuda", generator=torch.Generator("cuda").manual_seed(2))
     targets[-3:] = torch.tensor([v - 1, v // 2, v - 2], device="cuda")
-    budget = 6 << 30
+    budget = 24 << 30
     loss, d_hidden, d_weight = step(hidden, weight, targets, reduction="none", method=method, memory_budget=budget)
     last = slice(n - 200, n)
     few = hidden.detach()[last].clone().requires_grad_()
@@ -65,13 +65,13 @@ def test_more_than_2_31_elements(n, d, v, method) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_hundred_runs_beside_another_stream(method) -> None:
     inputs = make_inputs(3000, 256, 5003, torch.bfloat16, device="cuda", ignored=0.2)
-    expected = step(*inputs[:3], method=method, memory_budget=16 << 20 if method == "cached" else None)
+    expected = step(*inputs[:3], method=method, memory_budget=24 << 20 if method == "cached" else None)
     ballast, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
     for run in range(100):
         with torch.cuda.stream(other):
             for _ in range(run % 7):
                 ballast = (ballast @ ballast).tanh()
-        found = step(*inputs[:3], method=method, memory_budget=16 << 20 if method == "cached" else None)
+        found = step(*inputs[:3], method=method, memory_budget=24 << 20 if method == "cached" else None)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), run
 
 
@@ -141,6 +141,7 @@ def check_steps(device, steps):
         loss = linear_cross_entropy(inputs.hidden[:n], inputs.weight, targets, method=method)
         loss.backward()
         inputs.hidden.grad = inputs.weight.grad = None
+        del loss, targets
         if index == steps // 10:
             before = used()
     assert used() <= before + (16 << 20 if device.type == "cpu" else 0)
