@@ -384,7 +384,7 @@ def panel_statistics(
     hold a token, ``col0`` the global id of the first column. Writes ``logit`` [N] where a target is among the
     columns, and ``exp(logits - reference)``, times the logits' slope where they are capped, of the first columns into
     ``panel`` [n, K], where K is V or a multiple of ``TILE_V``; ``reference`` [N]. Rows at or past ``count`` are not
-    computed and hold anything, in the panel zeros up to the end of their block of rows. ``out`` is written where it
+    computed and mean nothing, in the panel zeros up to the end of their block of rows. ``out`` is written where it
     is given.
     """
     start, stop = rows
@@ -392,12 +392,13 @@ def panel_statistics(
     if out is None:
         shape, part = (num_tiles, stop - start), slice(start, stop)
         wide = torch.promote_types(e.dtype, torch.float32)
-        tile_max, tile_sum = e.new_empty(2, *shape, dtype=wide)
+        # rows past the count are read as well
+        tile_max, tile_sum = e.new_zeros(2, *shape, dtype=wide)
         out = TileStatistics(
             tile_max, tile_sum, targets[part], logit[part], col0, len(c), wanted.logit,
-            e.new_empty(shape, dtype=wide) if wanted.class_weight is not None else None,
-            e.new_empty(shape, dtype=wide) if wanted.entropy else None,
-            e.new_empty(shape, dtype=torch.int32) if wanted.argmax else None,
+            e.new_zeros(shape, dtype=wide) if wanted.class_weight is not None else None,
+            e.new_zeros(shape, dtype=wide) if wanted.entropy else None,
+            e.new_zeros(shape, dtype=torch.int32) if wanted.argmax else None,
         )  # fmt: skip
     kept = 0 if panel is None else panel.shape[1]
     for first, last, columns in ((0, kept, panel), (kept, len(c), None)):

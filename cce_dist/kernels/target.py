@@ -71,7 +71,9 @@ def _target_rows_kernel(
     c = tl.load(c_ptr + tl.where(live, t, 0) * stride_c + offs_d, mask=offs_d < tl.where(live, D, 0), other=0.0)
     value = tl.where(live, c.to(tl.float32) * tl.load(entry_ptr + row), 0.0)
     if HAS_SCALE:
-        value += tl.load(out_ptr + row * D + offs_d, mask=offs_d < D, other=0.0) * tl.load(scale_ptr + row)
+        scale = tl.load(scale_ptr + row)
+        # a row without a part in the loss, as one past the count, was not computed
+        value += tl.load(out_ptr + row * D + offs_d, mask=offs_d < tl.where(scale == 0, 0, D), other=0.0) * scale
     if HAS_UNIFORM:
         value += tl.load(uniform_ptr + row) * tl.load(spread_ptr + offs_d, mask=offs_d < D, other=0.0)
     tl.store(out_ptr + row * D + offs_d, value, mask=offs_d < D)
