@@ -103,6 +103,7 @@ def table(shape: tuple[int, int, int], rows: list[Row], args: argparse.Namespace
 def picture(path: Path, results: Results, machine: Machine) -> None:
     """Time against peak memory, a panel for each shape: a point for each row, a line through our budgets."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(8 * len(results), 6), layout="constrained")
     for axes, (shape, rows) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
@@ -112,7 +113,11 @@ def picture(path: Path, results: Results, machine: Machine) -> None:
             x, y = row.peak / 2**20, row.cost()
             marker, colour = styles[row.kind]
             axes.plot(x, y, marker, color=colour)
-            axes.annotate(row.name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, color=colour)
+            # above the points of methods and peers, under those of budgets
+            name, offset, ha = row.name.removeprefix("budget "), (5, 4), "left"
+            if row.kind == "budget":
+                offset, ha = (-4, -10), "right"
+            axes.annotate(name, (x, y), xytext=offset, textcoords="offset points", fontsize=8, color=colour, ha=ha)
         curve = sorted((row.peak / 2**20, row.cost()) for row in done if row.kind == "budget")
         if curve:
             axes.plot(*zip(*curve, strict=True), "-", color="tab:blue", alpha=0.6, label="our budgets")
@@ -122,8 +127,9 @@ def picture(path: Path, results: Results, machine: Machine) -> None:
         axes.set(ylabel="forward and backward, to the three products", title=" x ".join(map(str, shape)))
         axes.grid(alpha=0.3, which="both")
         for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
         axes.legend()
     figure.suptitle(f"{machine.name()} x {machine.ranks}, torch {torch.__version__}")
     path.parent.mkdir(parents=True, exist_ok=True)
