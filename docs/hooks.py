@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for the reference, which comes from docstrings."""
+"""Hooks of mkdocs: for the reference, which comes from docstrings, and for blocks of code."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def on_config(config: Any) -> None:
     for part in ("kernels", "parallel"):
         (copy / part / "__init__.py").touch()
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [_copies.name]
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """What tests are told of a block behind its language is no option that mkdocs knows."""
+    return re.sub(r"^```python .*$", "```python", markdown, flags=re.M)
 
 
 def on_page_content(html: str, **_: Any) -> str:

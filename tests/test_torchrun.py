@@ -17,7 +17,7 @@ import pytest
     ("file", "names", "expected"),
     [
         ("tests/test_sharded.py", "test_every_layout and even", "4 passed, 4 skipped"),
-        ("tests/test_dtensor.py", "test_a_sharded_weight", "8 passed, 8 skipped"),
+        pytest.param("tests/test_dtensor.py", "test_a_sharded_weight", "8 passed, 8 skipped", marks=pytest.mark.slow),
     ],
 )
 def test_checks_run_under_torchrun(file, names, expected) -> None:

@@ -134,6 +134,7 @@ def test_tied_replicas_are_the_same_training(folder: Path, common: list[object])
     assert losses(tied) == pytest.approx(losses(tied.with_name("tied-materialised")), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_resumes_without_tensor_parallelism(unbroken: tuple[Path, str], killed: Path, common: list[object]) -> None:
     # the same four sequences a step: two replicas with two micro-batches of one sequence
     run = shutil.copytree(killed, killed.with_name("replicas"))
