@@ -64,7 +64,7 @@ def operator(
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return function(*args, **kwargs)
-            outputs = _traced(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
+            outputs = _traced(name, {**dict(zip(parameters[: len(args)], args, strict=True)), **kwargs})
             return outputs[0] if pack is None else pack(outputs)
 
         return call  # type: ignore[return-value]
