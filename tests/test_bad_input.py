@@ -363,3 +363,14 @@ def test_modules() -> None:
         VocabParallelEmbedding(8, 10)(torch.tensor([3, 10]))
     with pytest.raises(ValueError, match=re.escape("tensor must hold the shard's 10 rows, got the shape (9, 8)")):
         VocabShard.even(10).checkpoint_view(_t(9, 8))
+
+
+@pytest.mark.parametrize("method", ["recompute", "cached"])
+def test_a_weight_that_is_gone_in_backward(method) -> None:
+    """As a gather that ended with the loss leaves it."""
+    inputs = make_inputs(8, 4, 20)
+    weight = torch.nn.Parameter(inputs.weight.detach())
+    loss = linear_cross_entropy(inputs.hidden, weight, inputs.targets, method=method)
+    weight.data = torch.empty(0)
+    with pytest.raises(RuntimeError, match=r"weight has the shape \(0,\) in backward"):
+        loss.backward()

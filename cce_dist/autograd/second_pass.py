@@ -53,6 +53,11 @@ def second_pass(
         hidden, weight, bias, logit_scale, class_weight, whole, ids, order, count, row_max, log_sum, loss, entropy,
         logit, kept, reference, _,
     ) = saved  # fmt: skip
+    if weight.dim() != 2:
+        raise RuntimeError(
+            f"weight has the shape {tuple(weight.shape)} in backward: what gathered it for the loss, ZeRO-3 say, "
+            "has let go of it. Call the loss inside the forward of the module that owns the weight"
+        )
     inputs = LossInputs(hidden, weight, bias, logit_scale, order, class_weight)
     these = Operands.start(inputs, ctx.options, places=(ids, order, count), whole=whole)  # collective
     rows = RowStatistics(row_max, log_sum, loss, entropy, logit=logit)
