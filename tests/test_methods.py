@@ -430,6 +430,17 @@ def test_the_error_of_many_pieces_is_that_of_one(method) -> None:
     assert errors[1] <= 1.02 * errors[0]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_small_entries_are_not_left_out(method) -> None:
+    # of a nearly even softmax: each entry but the targets' is below what a filter takes for nothing, 2**-12
+    inputs = make_inputs(67, 32, 8193, torch.bfloat16, spread=0.2, ignored=0.2)
+    gradients = gradients_of(loss_of(inputs, method=method), inputs)
+    assert_gradients(gradients, inputs)
+    others = torch.ones(8193, dtype=torch.bool)
+    others[inputs.targets[inputs.targets != IGNORED]] = False
+    assert gradients[1][others].any(1).all()
+
+
 def check_targets_of_no_class(device, method, targets):
     # as on a GPU, where nobody looks at targets beforehand
     reduction = "sum" if method == "fused" else "none"
