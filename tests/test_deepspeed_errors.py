@@ -174,8 +174,18 @@ def test_sequence_parallelism_that_is_not_known(world) -> None:
 def check_stage_0(device):
     with clean_state(), pytest.raises(ValueError, match="stage 0 in fp16 divides gradients by a loss scale"):
         make_engine(Job("zero", 0, "fp16"), device)
-    with clean_state(), pytest.warns(UserWarning, match="takes the norm of the first tensor-parallel rank's"):
-        make_engine(Job("autotp-vocab", 0, "bf16", parallel=2), device)
+    pair, wrong_norm = dist.get_rank() // 2 * 2, "takes the norm of the first tensor-parallel rank's"
+    rows = f"rows {['0:102', '102:203'][dist.get_rank() % 2]} on this of the tensor-parallel ranks {[pair, pair + 1]}"
+    with clean_state():
+        with pytest.warns(UserWarning, match=wrong_norm):
+            engine = make_engine(Job("autotp-vocab", 0, "bf16", parallel=2), device)
+        with pytest.warns(UserWarning, match=wrong_norm):
+            path = prepare(engine)
+        assert f"computes the loss in lm_head, AutoTP's VocabParallelLinear ({rows}, of 203 classes)" in str(path)
+    with clean_state():
+        engine = make_engine(Job("autotp", 1, parallel=2), device)
+        path = str(prepare(engine))
+        assert f"computes the loss in lm_head, AutoTP's LinearLayer ({rows}, of 203 classes); ZeRO stage 1" in path
     with clean_state():
         engine = make_engine(Job("mpu", 1, parallel=2), device)
         with pytest.raises(ValueError, match=r"its head is cce_dist's VocabParallelLMHead already; shard a whole"):

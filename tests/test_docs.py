@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import subprocess
 import sys
@@ -31,3 +33,22 @@ def test_the_pages_build(tmp_path) -> None:
 def test_the_reference_has_all_public_names() -> None:
     named = re.findall(r"^::: cce_dist\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
     assert sorted(named) == sorted(cce_dist.__all__)
+
+
+def test_the_tests_that_the_page_of_faults_names_exist() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    rows = [row for row in re.findall(r"^\| (.*) \|$", page, re.M) if not row.startswith("kind of fault")]
+    assert rows
+    for row in rows:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", row)
+        assert named, f"names no test: {row}"
+        # a name that the pattern does not read
+        assert row.count("tests/") == len(named), row
+        for file, test in named:
+            assert test.startswith("test_"), test
+            assert test in _functions_of(ROOT / file), f"{file} has no {test}"
+
+
+@functools.cache
+def _functions_of(path: Path) -> frozenset[str]:
+    return frozenset(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))

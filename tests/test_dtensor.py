@@ -641,6 +641,84 @@ def test_ddp_and_accumulated_gradients(ranks) -> None:
     ranks.run(check_ddp, ranks=4)
 
 
+def check_a_rank_without_a_token(group, device, wrapper, method, fields):
+    """It takes part in every collective, and each gradient is there once, however many pieces made it."""
+    mesh, plain = square_mesh(CPU), Model()
+    ids, targets = make_batch(8)
+    targets[4:] = IGNORED
+    plain(ids, targets).backward()
+    if wrapper == "DDP":
+        model = spread_over(plain, mesh.get_group("tp"))
+        wrapped = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    else:
+        wrapped = model = parallelize_module(
+            copy.deepcopy(plain), mesh["tp"], {**PLAN, "lm_head": VocabParallelHead()}
+        )
+        fully_shard(model, mesh=mesh["dp"])
+    made = []
+    for parameter in (model.lm_head.weight, model.lm_head.bias):
+        parameter.register_post_accumulate_grad_hook(lambda parameter: made.append(len(made)))
+    mine = slice(4 * mesh.get_local_rank("dp"), 4 * mesh.get_local_rank("dp") + 4)
+    count = int((targets != IGNORED).sum())
+    with forced_plan(**fields):
+        # both take the mean over their ranks
+        loss = wrapped(ids[mine], targets[mine], denominator=count / 2, method=method)
+        loss.backward()
+    assert (loss == 0) == (mesh.get_local_rank("dp") == 1)
+    assert len(made) == 2, "a gradient was made more than once, or not at all"
+    assert_gradients_of(model, plain, model.lm_head.shard if wrapper == "DDP" else None)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "method", "fields"),
+    [
+        ("DDP", "recompute", {"panel": 64, "wide": 0, "rows": 8}),
+        ("DDP", "cached", {"kept": 64, "panel": 64, "wide": 0, "rows": 8}),
+        ("DDP", "fused", {"chunk": 4}),
+        ("FSDP", "fused", {"chunk": 4}),
+    ],
+)
+def test_a_data_parallel_rank_without_a_token(ranks, wrapper, method, fields) -> None:
+    ranks.run(check_a_rank_without_a_token, wrapper, method, fields, ranks=4)
+
+
+def check_auxiliary_loss(group, device, kind):
+    """A loss of its own kind beside ours, in one backward: torch's cross_entropy, of plain logits and of DTensors."""
+    mesh, plain = mesh_of(group, CPU), Model()
+    torch.manual_seed(2)
+    router = nn.Linear(16, 5, dtype=torch.float64)
+    ids, targets = make_batch()
+    choices = ids.flatten() % 5
+
+    def auxiliary(router, hidden):
+        logits = router(hidden).flatten(0, 1)
+        if kind != "dtensor" or router is plain_router:
+            return F.cross_entropy(logits, choices)
+        logits = DTensor.from_local(logits, mesh, (Replicate(),), run_check=False)
+        return F.cross_entropy(logits, spread(choices, mesh, Replicate())).to_local()
+
+    plain_router = copy.deepcopy(router)
+    hidden = plain.features(ids)
+    expected = F.cross_entropy(plain.lm_head(hidden).flatten(0, 1), targets.flatten())
+    expected = expected + 0.5 * auxiliary(plain_router, hidden)
+    expected.backward()
+    if kind == "plain":
+        model = spread_over(plain, group)
+    else:
+        model = parallelize_module(copy.deepcopy(plain), mesh, {**PLAN, "lm_head": VocabParallelHead()})
+    hidden = model.features(ids)
+    loss = model.lm_head.loss(hidden, targets) + 0.5 * auxiliary(router, hidden)
+    assert_near(loss, expected)
+    loss.backward()
+    assert_gradients_of(model, plain, model.lm_head.shard if kind == "plain" else None)
+    assert_gradients_of(router, plain_router)
+
+
+@pytest.mark.parametrize("kind", ["plain", "dtensor"])
+def test_an_auxiliary_loss_beside_it(ranks, kind) -> None:
+    ranks.run(check_auxiliary_loss, kind, ranks=2)
+
+
 def check_fsdp_accumulates(group, device):
     mesh, plain = square_mesh(CPU), Model()
     ids, targets = make_batch(8)

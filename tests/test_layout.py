@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from cce_dist.kernels import runtime
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cce_dist"
@@ -125,6 +130,8 @@ class Blocker:
         if name == "triton" or name.startswith("triton."):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Blocker())
+"""
+_COMPUTES = """
 import torch, cce_dist
 from cce_dist import reference
 assert not torch.cuda.is_initialized()
@@ -134,20 +141,43 @@ loss = cce_dist.linear_cross_entropy(x, w, t)
 loss.backward()
 assert abs(loss.item() - reference.linear_cross_entropy(x, w, t).item()) < 1e-5
 assert x.grad.norm() > 0 and w.grad.norm() > 0
+"""
+_LOADED_NONE = """
 assert not any(name == "triton" or name.startswith("triton.") for name in sys.modules)
 """
 
 
 def test_imports_and_computes_without_triton() -> None:
-    subprocess.run([sys.executable, "-c", _WITHOUT_TRITON], cwd=ROOT, check=True, timeout=120)
+    code = _WITHOUT_TRITON + _COMPUTES + _LOADED_NONE
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
-def test_import_starts_no_device_and_no_process_group() -> None:
+@pytest.mark.parametrize(
+    ("capability", "served"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
+def test_cards_older_than_the_kernels_get_the_twins(monkeypatch, capability, served) -> None:
+    monkeypatch.setattr(runtime, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    tensor = types.SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    runtime._triton_runs_on.cache_clear()
+    try:
+        assert runtime.triton_serves(tensor) is served
+    finally:
+        runtime._triton_runs_on.cache_clear()
+
+
+def test_import_starts_no_device_and_no_process_group_and_needs_no_compiler(tmp_path) -> None:
     code = (
         "import torch, cce_dist; assert not torch.cuda.is_initialized(); "
         "assert not torch.distributed.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+    # no program is found, no GPU, and nothing that an earlier run has compiled
+    environment = {name: x for name, x in os.environ.items() if name not in ("CC", "CXX", "TRITON_INTERPRET")}
+    environment |= dict.fromkeys(("PATH", "HOME", "TRITON_CACHE_DIR"), str(tmp_path))
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code + _COMPUTES]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
 
 
 def test_wheel_holds_the_package_alone(tmp_path) -> None:

@@ -199,6 +199,10 @@ def check_upstream(device, kind):
         case "one token":
             upstream = torch.zeros(18, device=device)
             upstream[5] = -2.0
+        case "ones but one":
+            # a shortcut for a gradient of 1 that looks at some of it would take it
+            upstream = torch.ones(18, device=device)
+            upstream[5] = 3.0
         case "tiny":
             upstream = torch.full((18,), 2.0**-3, device=device)
         case "scaled":
@@ -206,7 +210,7 @@ def check_upstream(device, kind):
     assert_right(inputs, upstream, reduction=reduction)
 
 
-@pytest.mark.parametrize("kind", ["strided", "expanded", "zero", "one token", "tiny", "scaled"])
+@pytest.mark.parametrize("kind", ["strided", "expanded", "zero", "one token", "ones but one", "tiny", "scaled"])
 def test_any_upstream_gradient(run, kind) -> None:
     run(check_upstream, kind)
 
@@ -461,6 +465,27 @@ def test_nan_is_not_swallowed(run, value) -> None:
     run(check_poisoned_logits, value)
 
 
+def check_nan_among_infinities(device, impossible):
+    # the guard for tiles of -inf, whose maximum less itself is NaN, must not take a NaN for one of them
+    inputs = make_inputs(4, 8, 130, device=device, bias=True)
+    with torch.no_grad():
+        inputs.bias[:impossible] = -math.inf
+        inputs.bias[5] = math.nan
+        inputs.targets.copy_(64 + inputs.targets % 66)
+    loss = loss_of(inputs, reduction="none")
+    assert loss.isnan().all()
+    loss.sum().backward()
+    assert inputs.hidden.grad.isnan().all()
+
+
+# of a tile no column, all but it, and of the twin's
+@pytest.mark.parametrize("impossible", [0, 64, 130])
+def test_a_class_of_nan_is_not_taken_for_one_of_minus_infinity(run, request, impossible) -> None:
+    if "interpreter" in request.node.name and impossible != 64 and not request.config.getoption("--slow"):
+        pytest.skip("slow: needs --slow")
+    run(check_nan_among_infinities, impossible)
+
+
 def check_plus_infinity(device):
     inputs = make_inputs(20, 16, 130, device=device, bias=True)
     with torch.no_grad():
@@ -620,6 +645,34 @@ def test_autocast_leaves_double_precision_alone() -> None:
     inputs = make_inputs(20, 16, 130, torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         assert_loss(loss_of(inputs).detach(), inputs)
+
+
+@pytest.mark.parametrize(
+    ("of_hidden", "of_weight"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_mixed_dtypes_are_refused_and_autocast_takes_them(of_hidden, of_weight) -> None:
+    inputs = make_inputs(40, 16, 130, torch.bfloat16, ignored=0.2)
+    hidden, weight = (
+        x.detach().to(dtype).requires_grad_() for x, dtype in zip(inputs, (of_hidden, of_weight), strict=False)
+    )
+    with pytest.raises(TypeError, match=f"weight is {of_weight}, hidden {of_hidden}: expected one dtype"):
+        linear_cross_entropy(hidden, weight, inputs.targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, inputs.targets)
+    assert_loss(loss.detach(), inputs)
+    loss.backward()
+    assert (hidden.grad.dtype, weight.grad.dtype) == (of_hidden, of_weight)
+    assert_gradients([hidden.grad.bfloat16(), weight.grad.bfloat16(), None], inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["recompute", "cached", "fused"])
+def test_a_device_that_is_not_the_current_one(method) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with torch.cuda.device(0):
+        assert_right(make_inputs(70, 40, 700, device="cuda:1", bias=True, ignored=0.2), method=method)
+        assert torch.cuda.current_device() == 0
 
 
 def test_the_tolerance_helper_can_fail() -> None:

@@ -10,7 +10,7 @@ from inputs import IGNORED, Inputs, make_inputs, make_trained_inputs
 from plans import forced_plan
 from tolerance import assert_gradient, assert_gradients, assert_loss, reference_gradients
 
-from cce_dist import linear_cross_entropy
+from cce_dist import VocabShard, linear_cross_entropy, validation
 from cce_dist.kernels import runtime
 from cce_dist.kernels.product import weight_gradient
 from cce_dist.kernels.target import ClassSums
@@ -392,3 +392,78 @@ def test_ragged_shapes_by_every_plan(run, shape, plan, bias) -> None:
 def test_ragged_shapes(run, request, shape, method) -> None:
     not_twice(request, shape[2] > 257)
     run(check_plan, torch.float32, *TINY_SEAMS[method], *shape, -30.0, 0.2)
+
+
+def check_far_below_zero(device, method, fields, n, d, v):
+    # without its maximum taken off, or with one that began at 0, no exponential is left of a row
+    inputs = make_inputs(n, d, v, device=device, bias=-200.0)
+    with forced_plan(**fields):
+        loss = loss_of(inputs, method=method)
+        gradients = gradients_of(loss, inputs)
+    assert_loss(loss.detach(), inputs)
+    assert_gradients(gradients, inputs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_far_below_zero(run, request, method) -> None:
+    not_twice(request, method != "recompute")
+    run(check_far_below_zero, *TINY_SEAMS[method], *((6, 8, 70) if "interpreter" in request.node.name else TINY))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_error_of_many_pieces_is_that_of_one(method) -> None:
+    """Of a loss, and of a gradient that chunks of tokens add to."""
+    inputs = make_trained_inputs(1024, 32, 330, torch.bfloat16, ignored=0.2)
+    count = int((inputs.targets != IGNORED).sum())
+    assert int(torch.tensor(count, dtype=torch.bfloat16)) != count, "16 bits have the count"
+    truth = reference_gradients(inputs, None, torch.float64, {})[1]
+    few, many = {"recompute": ({"panel": 1 << 20}, {"panel": 256, "wide": 0, "rows": 16}),
+                 "cached": ({"kept": EVERYTHING}, {"kept": 256, "panel": 256, "wide": 0, "rows": 16}),
+                 "fused": ({"chunk": EVERYTHING}, {"chunk": 16})}[method]  # fmt: skip
+    errors = []
+    for fields in (few, many):
+        with forced_plan(**fields):
+            loss = loss_of(inputs, method=method)
+            _, d_weight, _ = gradients_of(loss, inputs)
+        assert_loss(loss.detach(), inputs)
+        errors.append((d_weight.double() - truth).norm())
+    assert errors[1] <= 1.02 * errors[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_small_entries_are_not_left_out(method) -> None:
+    # of a nearly even softmax: each entry but the targets' is below what a filter takes for nothing, 2**-12
+    inputs = make_inputs(67, 32, 8193, torch.bfloat16, spread=0.2, ignored=0.2)
+    gradients = gradients_of(loss_of(inputs, method=method), inputs)
+    assert_gradients(gradients, inputs)
+    others = torch.ones(8193, dtype=torch.bool)
+    others[inputs.targets[inputs.targets != IGNORED]] = False
+    assert gradients[1][others].any(1).all()
+
+
+def check_targets_of_no_class(device, method, targets):
+    # as on a GPU, where nobody looks at targets beforehand
+    reduction = "sum" if method == "fused" else "none"
+    right = make_inputs(10, 8, 100, device=device)
+    others = torch.arange(10, device=device) != 4
+    total = loss_of(right, method=method, reduction=reduction)
+    expected, *_ = gradients_of(total.sum(), right)
+    for target in targets:
+        wrong = right._replace(targets=right.targets.clone())
+        wrong.targets[4] = target
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(validation, "validate_shard", lambda w, *_: VocabShard(0, len(w), len(w)))
+            loss = loss_of(wrong, method=method, reduction=reduction)
+        found, *_ = gradients_of(loss.sum(), wrong)
+        assert loss.sum().isnan()
+        if reduction == "none":
+            assert loss[4].isnan()
+            assert torch.equal(loss[others], total[others])
+        torch.testing.assert_close(found[others], expected[others], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_targets_of_no_class_are_nobodys_but_their_own(run, request, method) -> None:
+    not_twice(request, method != "fused")
+    interpreted = "interpreter" in request.node.name
+    run(check_targets_of_no_class, method, (100, -(2**40)) if interpreted else (-1, 100, 2**31 + 7, 2**40, -(2**40)))

@@ -433,6 +433,12 @@ def test_phantom_columns_of_a_large_vocabulary() -> None:
     check_phantom_columns(torch.device("cpu"), 65537, 5.0, -8.0, "fused")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["recompute", "fused"])
+def test_phantom_columns_of_a_large_vocabulary_on_the_gpu(method) -> None:
+    check_phantom_columns(torch.device("cuda"), 65537, 1.0, -30.0, method)
+
+
 def check_far_logits(device, method):
     # exp(-200) is no number of fp32: the logarithm of the softmax is
     inputs = make_inputs(20, 16, 330, device=device, spread=60.0)
@@ -573,6 +579,15 @@ def check_large_lse(device, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_z_loss_of_large_logits(run, dtype) -> None:
     run(check_large_lse, dtype)
+
+
+def test_z_loss_is_a_mean_of_squares_over_tokens_that_count() -> None:
+    inputs = make_inputs(*TINY, bias=True, ignored=0.3)
+    x, valid = F.linear(*(x.double() for x in (inputs.hidden, inputs.weight, inputs.bias))), inputs.targets != IGNORED
+    expected = F.cross_entropy(x, inputs.targets) + 0.02 * x.logsumexp(-1)[valid].square().mean()
+    for method in METHODS:
+        loss = loss_of(inputs, z_loss=0.02, method=method)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
 
 
 def test_no_factor_at_all() -> None:

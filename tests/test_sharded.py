@@ -114,7 +114,8 @@ def test_dtypes(ranks, dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("v", "spread", "bias"), [(2, 1.0, False), (5, 0.01, -30.0), (1023, 0.01, -30.0), (77, 20.0, True)]
+    ("v", "spread", "bias"),
+    [(2, 1.0, False), (5, 0.01, -30.0), (5, 0.01, -200.0), (1023, 0.01, -30.0), (77, 20.0, True)],
 )
 @pytest.mark.parametrize("layout", ["chunked", "padded"])
 def test_small_vocabularies_and_phantom_columns(ranks, layout, v, spread, bias) -> None:
