@@ -63,13 +63,22 @@ def operator(
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
-                return function(*args, **kwargs)
+                return _run(function, *args, **kwargs)
             outputs = _traced(name, {**dict(zip(parameters[: len(args)], args, strict=True)), **kwargs})
             return outputs[0] if pack is None else pack(outputs)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The function, on the device of its first tensor: kernels start on the current one."""
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    if first is None or first.device.type != "cuda":
+        return function(*args, **kwargs)
+    with torch.cuda.device(first.device):
+        return function(*args, **kwargs)
 
 
 def _traced(name: str, given: dict[str, Any]) -> list[torch.Tensor]:
@@ -135,7 +144,7 @@ class _Call:
     def __call__(self) -> list[torch.Tensor]:
         cast = nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
         with cast:
-            return list(_flat(self.operator.function(**self.arguments)))
+            return list(_flat(_run(self.operator.function, **self.arguments)))
 
     def empty(self) -> list[torch.Tensor]:
         return self.operator.empty(**self.arguments)
