@@ -102,8 +102,8 @@ def cases(draw: Any, layouts: bool = False, small: bool = True) -> Case:
         n, d, v, dtype, function, tuple(sorted(names)),
         bias=draw(st.sampled_from([False, True] if "softcap" in names else [False, True, -30.0])),
         ignored=draw(st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.1])),
-        # of the slope of logits far past the cap, 1 less a square, few digits are left, here and in the yardstick; and
-        # of confident tokens few entries
+        # of the slope of logits far past the cap, 1 less a square, few digits are left, also in the yardstick, and of
+        # confident tokens few entries
         spread=draw(st.sampled_from([0.01, 1.0] if half or "softcap" in names else [0.01, 1.0, 8.0])),
         kind=draw(st.sampled_from(["random", "negative", "strided", "expanded", "scale"])),
         strides=draw(st.sampled_from(["none", "none", "wide rows", "transposed", "batch", "targets"])),
