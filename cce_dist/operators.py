@@ -18,7 +18,6 @@ from .parallel import dtensor
 from .parallel.shard import SHARDS, VocabShard
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_T = TypeVar("_T")
 
 
 class _Operator(NamedTuple):
@@ -117,10 +116,8 @@ def _traced(name: str, given: dict[str, Any]) -> list[torch.Tensor]:
 class _Call:
     """An operator's arguments as its function takes them."""
 
-    def __init__(
-        self, name: str, names: Sequence[str], tensors: Sequence[torch.Tensor], needs: Sequence[bool], *others: Any
-    ) -> None:
-        self.operator, self.needs = _operators[name], needs
+    def __init__(self, name: str, names: Sequence[str], tensors: Sequence[torch.Tensor], *others: Any) -> None:
+        self.operator = _operators[name]
         self.arguments: dict[str, Any] = {}
         self.autocast: torch.dtype | None = None
         for key, value in zip(names, tensors, strict=True):
@@ -129,7 +126,7 @@ class _Call:
                 self.arguments[key] = (*self.arguments.get(key, ()), value)
             else:
                 self.arguments[key] = value
-        int_names, ints, float_names, floats, word_names, words = others
+        _, int_names, ints, float_names, floats, word_names, words = others
         self.arguments.update(zip(int_names, ints, strict=True))
         self.arguments.update(zip(float_names, floats, strict=True))
         for key, word in zip(word_names, words, strict=True):
