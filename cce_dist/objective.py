@@ -15,7 +15,8 @@ class Coefficients:
     """Of a row's gradient by the scaled product: ``(p (factor + log_factor log p) + uniform w - onehot ...) slope``.
 
     [N], in the statistics' dtype. ``entry`` is what the target's class gets, without ``uniform``, times its slope and
-    formed without cancellation; ``target_slope`` is that slope. None stands for 0, of the slope for 1.
+    formed without cancellation; ``target_slope`` is that slope. ``total`` is the sum of the row where its slope is 1.
+    None stands for 0, of the slope for 1.
     """
 
     factor: torch.Tensor
@@ -23,6 +24,7 @@ class Coefficients:
     log_factor: torch.Tensor | None = None
     uniform: torch.Tensor | None = None
     target_slope: torch.Tensor | None = None
+    total: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -102,5 +104,7 @@ class Objective:
         uniform = None
         if self.smoothing:
             uniform = torch.where(used, self.uniform(grad), 0).to(dtype)
-        factor, entry = (torch.where(used, x, 0).to(dtype) for x in (factor, entry))
-        return Coefficients(factor, entry, log_factor, uniform, slope)
+        # p sums to 1, dH/dx and what smoothing adds and takes to 0
+        total = grad * (2 * self.z_loss * weight * lse) if self.z_loss else torch.zeros_like(lse)
+        factor, entry, total = (torch.where(used, x, 0).to(dtype) for x in (factor, entry, total))
+        return Coefficients(factor, entry, log_factor, uniform, slope, total)

@@ -151,6 +151,15 @@ def test_reductions(reduction, denominator, names) -> None:
             assert_right(inputs, options, upstream, method=method)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("more", [(), ("z_loss",), ("label_smoothing", "class_weight")], ids="-".join)
+def test_a_scale_beside_a_bias_of_all_classes(more, method) -> None:
+    """What rounded entries of a row sum to, which exact ones do not, meets nothing as large as the bias."""
+    inputs = make_inputs(128, 48, 257, torch.bfloat16, bias=-30.0, spread=0.01)
+    options = make_options(("logit_scale", *more), inputs)
+    assert_right(inputs, options, torch.tensor(0.7), method=method)
+
+
 def check_planned(device, names):
     """As the planner has it, which never chooses what its method refuses."""
     inputs = spoil_ignored(make_inputs(*TINY, device=device, bias=True, ignored=0.3))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.rows import row_dots, take_rows, unpacking
+from ..objective import Coefficients
 from ..parallel.collectives import all_reduce, rank_and_size, scatter_sums
 from .operands import Operands
 
@@ -69,6 +70,8 @@ class Gradients:
         # the scale's comes of the others
         self.hidden = HiddenGradient(these, needs_hidden) if needs_hidden or needs_scale else None
         self.scale = torch.zeros((), dtype=torch.float64, device=weight.device) if needs_scale else None
+        # of all entries of all rows
+        self.total: torch.Tensor | None = None
 
     def add_scale(self, rows: slice) -> None:
         """Adds to the scale's gradient what rows of the hidden states' share say, before these are reduced."""
@@ -76,6 +79,12 @@ class Gradients:
             assert self.hidden is not None
             share, e = self.hidden.packed[rows], self.these.e[rows]
             self.scale += row_dots(share, e, self.these.count, row0=rows.start).sum(dtype=torch.float64)
+
+    def add_total(self, rows: Coefficients) -> None:
+        """Adds what is known of the sum of all entries."""
+        if self.scale is not None and rows.total is not None:
+            total = rows.total.sum(dtype=torch.float64)
+            self.total = total if self.total is None else self.total + total
 
     def finish(self, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Those of hidden, weight, bias and scale, times ``factor`` and the logits' scale, which the weight's has."""
@@ -86,13 +95,22 @@ class Gradients:
         hidden = None if self.hidden is None else self.hidden.finish(scaled)
         scale = None
         if self.scale is not None:
+            sums = self.scale[None]
             if logits.bias is not None:
                 assert self.bias is not None
                 d_bias = self.bias[: len(these.c)].double()
                 # of a class that is impossible nothing depends, though its bias is infinite
-                self.scale += torch.where(d_bias == 0, 0, d_bias * logits.bias).sum()
-            all_reduce(self.scale, these.shard.group)  # collective
-            scale = (self.scale * factor).to(these.wide)
+                own = torch.where(d_bias == 0, 0, d_bias * logits.bias)
+                finite = torch.where(logits.bias.isfinite(), logits.bias.double(), 0)
+                sums = torch.stack([self.scale + own.sum(), d_bias.sum(), finite.sum()])
+            all_reduce(sums, these.shard.group)  # collective
+            total = sums[0]
+            if logits.bias is not None and logits.softcap is None:
+                # the entries' roundings times the bias that all classes have would drown the rest. what the entries
+                # sum to is known, so only differences from the mean bias meet them
+                known = 0 if self.total is None else self.total
+                total = total - sums[2] / these.shard.vocab_size * (sums[1] - known)
+            scale = (total * factor).to(these.wide)
         bias = (self.bias * scaled).to(self.dtype) if self.bias is not None and self.needs_bias else None
         return hidden, self._returned(), bias, scale
 

@@ -84,6 +84,7 @@ def second_pass(
         coefficients.log_factor, coefficients.uniform, these.class_weight,
     )  # fmt: skip
     gradients = Gradients(these, weight, ctx.needs_input_grad[:4])
+    gradients.add_total(coefficients)
     kept_factor = None
     if kept is not None:
         kept_factor = torch.where(state.factor == 0, 0, state.factor * softmax_scale(reference, rows))
@@ -105,7 +106,7 @@ def _normalise(coefficients: Coefficients, dtype: torch.dtype) -> tuple[Coeffici
     # a NaN or inf is its own token's
     sizes = torch.stack([torch.where(part.isfinite(), part.abs(), 0) for part in parts if part is not None]).sum(0)
     exponent = fp16_exponent(sizes)
-    names = ("factor", "entry", "log_factor", "uniform")
+    names, parts = ("factor", "entry", "log_factor", "uniform", "total"), [*parts, coefficients.total]
     scaled: dict[str, Any] = {
         name: None if part is None else torch.ldexp(part, -exponent) for name, part in zip(names, parts, strict=True)
     }

@@ -118,6 +118,7 @@ class _Pending:
         e, ids, count, col0 = these.e[chunk], these.ids[chunk], these.count, these.shard.start
         state = these.objective.coefficients(rows, ids, self.token_weight[chunk], these.logits)
         factor = torch.where(state.factor == 0, 0, state.factor * softmax_scale(reference[chunk], rows))
+        gradients.add_total(state)
         if gradients.hidden is not None:
             uniform = None
             if self.over_classes is not None and state.uniform is not None:
