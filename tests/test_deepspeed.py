@@ -222,7 +222,7 @@ def check_own_model(device, stage):
         torch.testing.assert_close(engine(ids, targets).double(), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_model_of_ones_own(world, stage) -> None:
     world.run(check_own_model, stage)
 

@@ -311,7 +311,7 @@ def check_neutral(device, dtype, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_neutral_values_change_no_bit(run, request, method) -> None:
-    if "interpreter" in request.node.name and method != "recompute" and not request.config.getoption("--slow"):
+    if "interpreter" in request.node.name and not request.config.getoption("--slow"):
         pytest.skip("slow: needs --slow")
     run(check_neutral, torch.float32, method)
 

@@ -201,6 +201,7 @@ def check_goes_on(group: dist.ProcessGroup, device: torch.device, options: list[
         patch.undo()
 
 
+@pytest.mark.slow
 def test_goes_on_in_any_layout(ranks: Any, unbroken: tuple[Path, str], killed: Path, common: list[object]) -> None:
     # four sequences a step in each. One layout goes on from what the one before has written
     run = shutil.copytree(killed, killed.with_name("layouts"))
