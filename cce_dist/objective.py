@@ -87,7 +87,7 @@ class Objective:
         lse, weight, p = rows.row_max.double() + rows.log_sum.double(), self.weights(ids), torch.exp(-nll)
         part = (1 - self.smoothing) * weight
         # what multiplies p beside the part that the target loses
-        more = 2 * self.z_loss * weight * lse
+        of_square = more = 2 * self.z_loss * weight * lse
         if self.smoothing:
             more = more + self.smoothing / self.num_classes * self._total_weight()
         factor, entry = grad * (part + more), grad * (part * torch.expm1(-nll) + more * p)
@@ -105,6 +105,6 @@ class Objective:
         if self.smoothing:
             uniform = torch.where(used, self.uniform(grad), 0).to(dtype)
         # p sums to 1, dH/dx and what smoothing adds and takes to 0
-        total = grad * (2 * self.z_loss * weight * lse) if self.z_loss else torch.zeros_like(lse)
-        factor, entry, total = (torch.where(used, x, 0).to(dtype) for x in (factor, entry, total))
+        total = torch.where(used, grad * of_square, 0).to(dtype) if self.z_loss else None
+        factor, entry = (torch.where(used, x, 0).to(dtype) for x in (factor, entry))
         return Coefficients(factor, entry, log_factor, uniform, slope, total)

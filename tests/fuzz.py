@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from inputs import IGNORED, OPTIONS, TRAINABLE, Inputs, make_inputs, make_options
-from plans import forced_plan
+from plans import SEAMS, forced_plan
 from shards import assert_same_bits, shard_of, whole_of
 from tolerance import assert_gradients, assert_log_probs, assert_loss
 
@@ -31,11 +31,6 @@ METHODS = ("recompute", "cached", "fused")
 LAYOUTS = ("even", "chunked", "padded")
 # the edges of tiles, those of the interpreter's among them
 EDGES = (1, 2, 3, 7, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 511, 513)
-SEAMS = {
-    "recompute": {"panel": 256, "wide": 0, "rows": 16},
-    "cached": {"kept": 256, "panel": 256, "wide": 0, "rows": 16},
-    "fused": {"chunk": 16},
-}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,13 @@ import pytest
 
 from cce_dist.planner import Plan, Problem, make_plan
 
+# of each method: small panels and chunks, so that small problems have several
+SEAMS = {
+    "recompute": {"panel": 256, "wide": 0, "rows": 16},
+    "cached": {"kept": 256, "panel": 256, "wide": 0, "rows": 16},
+    "fused": {"chunk": 16},
+}
+
 
 @contextmanager
 def forced_plan(**fields: int) -> Iterator[list[Plan]]:

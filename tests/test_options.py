@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from inputs import IGNORED, OPTIONS, TRAINABLE, Inputs, gradients_of, make_inputs, make_options, make_trained_inputs
-from plans import forced_plan
+from plans import SEAMS, forced_plan
 from tolerance import assert_gradients, assert_loss
 
 from cce_dist import LinearCrossEntropyLoss, TokenStats, linear_cross_entropy, reference
 
 hypothesis = pytest.importorskip("hypothesis")
+from fuzz import has_no_truth  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 METHODS = ["recompute", "cached", "fused"]
@@ -23,13 +24,8 @@ PAIRS = [*combinations(OPTIONS, 2)]
 # all that the methods which keep exponentials take together
 MANY = [OPTIONS, *(tuple(x for x in OPTIONS if x != without) for without in ("softcap", "label_smoothing"))]
 COMBINATIONS = [*SINGLE, *PAIRS, *MANY]
-# a chunk, a panel and kept columns that are full, and others that are not
+# fills a chunk, a panel and kept columns of SEAMS, and others not
 TINY = (20, 16, 330)
-SEAMS = {
-    "recompute": {"panel": 256, "wide": 0, "rows": 16},
-    "cached": {"kept": 256, "panel": 256, "wide": 0, "rows": 16},
-    "fused": {"chunk": 16},
-}
 # the edges of tiles, among them those of the interpreter's 64 columns
 WIDTHS = [2, 63, 64, 65, 255, 256, 257, 513]
 
@@ -206,12 +202,8 @@ def test_any_call(call, seams) -> None:
     options = make_options(names, inputs, frozen=frozen_by(method)) | {"reduction": reduction}
     # of the slope of logits so far past the cap, 1 less a square, no digit is left, neither here nor in the yardstick
     hypothesis.assume("softcap" not in names or made["bias"] != -30.0)
-    if reduction == "mean":
-        # what becomes of tokens that weigh nothing is asked below, and what smoothing makes of them is infinite
-        valid = inputs.targets != IGNORED
-        weights = [options["token_weight"].detach()[valid]] if "token_weight" in names else []
-        weights += [options["class_weight"][inputs.targets[valid]]] if "class_weight" in names else []
-        hypothesis.assume(not valid.any() or math.prod(weights, start=torch.ones(())).sum() > 0)
+    # what becomes of tokens that weigh nothing is asked below, and what smoothing makes of them is infinite
+    hypothesis.assume(not has_no_truth(inputs, options))
     shape = inputs.targets.shape if reduction == "none" else ()
     match kind:
         case "random":
