@@ -35,7 +35,8 @@ EDGES = (1, 2, 3, 7, 31, 33, 63, 64, 65, 127, 129, 255, 256, 257, 511, 513)
 
 @dataclass(frozen=True)
 class Case:
-    """A call. ``kind``: of its upstream gradient; ``seams``: whether panels and chunks are small."""
+    """A call. ``kind``: of its upstream gradient; ``seams``: whether panels and chunks are small; ``stretch``: what
+    the classifier is divided by and the logits' scale multiplied with."""
 
     n: int
     d: int
@@ -51,6 +52,7 @@ class Case:
     bias: bool | float = False
     ignored: float = 0.0
     spread: float = 1.0
+    stretch: int = 1
     kind: str = "random"
     strides: str = "none"
     frozen: tuple[str, ...] = ()
@@ -92,15 +94,18 @@ def cases(draw: Any, layouts: bool = False, small: bool = True) -> Case:
         else draw(st.lists(st.sampled_from(["logit_scale", "softcap"]), unique=True))
     )
     # of one class the gradient is 0, and what smoothing adds and takes away again leaves its roundings
+    kind = draw(st.sampled_from(["random", "negative", "strided", "expanded", "scale"]))
     v = max(v, 2) if "label_smoothing" in names else v
     case = Case(
         n, d, v, dtype, function, tuple(sorted(names)),
         bias=draw(st.sampled_from([False, True] if "softcap" in names else [False, True, -30.0])),
         ignored=draw(st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.1])),
         # of the slope of logits far past the cap, 1 less a square, few digits are left, also in the yardstick, and of
-        # confident tokens few entries
-        spread=draw(st.sampled_from([0.01, 1.0] if half or "softcap" in names else [0.01, 1.0, 8.0])),
-        kind=draw(st.sampled_from(["random", "negative", "strided", "expanded", "scale"])),
+        # confident tokens few entries, and of the gradient of one alone few digits of its 1 - p
+        spread=draw(st.sampled_from([0.01, 1.0] if half or "softcap" in names or n < 31 else [0.01, 1.0, 8.0])),
+        # a classifier's gradient times both would leave fp16
+        stretch=draw(st.sampled_from([1, 64])) if "logit_scale" in names and (dtype, kind) != ("float16", "scale") else 1,
+        kind=kind,
         strides=draw(st.sampled_from(["none", "none", "wide rows", "transposed", "batch", "targets"])),
         frozen=tuple(sorted(draw(st.sampled_from([(), (), (), ("hidden",), ("weight",), ("bias",), ("hidden", "bias"),
                                                   ("weight", "bias"), ("hidden", "weight")])))),
@@ -128,7 +133,10 @@ def operands(case: Case, device: torch.device) -> tuple[Inputs, dict[str, Any]]:
         case.n, case.d, case.v, dtype, device=device, bias=case.bias, spread=case.spread, ignored=case.ignored,
         seed=case.seed,
     )  # fmt: skip
-    hidden, weight, targets = (x.detach() for x in inputs[:3])
+    hidden, weight, targets, bias = (None if x is None else x.detach() for x in inputs)
+    for tensor in (weight, bias):
+        if tensor is not None:
+            tensor /= case.stretch
     hidden[targets == IGNORED] = math.nan
     if case.strides == "wide rows":
         hidden, weight = (torch.nn.functional.pad(x, (3, 5))[:, 3:-5] for x in (hidden, weight))
@@ -138,13 +146,15 @@ def operands(case: Case, device: torch.device) -> tuple[Inputs, dict[str, Any]]:
         targets = torch.stack([targets, targets], 1)[:, 0].int()
     if case.strides == "batch" and case.n % 2 == 0:
         hidden, targets = hidden.view(2, -1, case.d).transpose(0, 1), targets.view(2, -1).T
-    leaf = {"hidden": hidden, "weight": weight, "bias": None if inputs.bias is None else inputs.bias.detach()}
+    leaf = {"hidden": hidden, "weight": weight, "bias": bias}
     for name, tensor in leaf.items():
         if tensor is not None:
             leaf[name] = tensor.detach().requires_grad_(name not in case.frozen)
     inputs = Inputs(leaf["hidden"], leaf["weight"], targets, leaf["bias"])
     frozen = ("token_weight",) if case.method == "fused" else ()
     options = make_options(case.names, inputs, frozen=frozen)
+    if "logit_scale" in options:
+        options["logit_scale"].data *= case.stretch
     if case.function == "loss":
         options["reduction"] = case.reduction
         if case.denominator is not None:

@@ -136,12 +136,14 @@ def _walk_panels(
         target_rows(c, state.targets, state.residual, d_hidden.packed, col0=col0, scale=factor, uniform=uniform)
     e, second = these.e, SecondStream(c.device)
 
-    def sum_classes(columns: slice, out: torch.Tensor | None) -> ClassSums | None:
+    def sum_classes(
+        columns: slice, out: torch.Tensor | None = None, scale: torch.Tensor | None = None
+    ) -> ClassSums | None:
         if d_weight is None:
             return None
         return class_sums(
             e, state.targets, state.residual, count, columns.stop - columns.start, col0=col0 + columns.start,
-            out=out, scale=None if out is None else scale, add=grow,
+            out=out, scale=scale, add=grow,
         )  # fmt: skip
 
     def add_weight(panel: torch.Tensor, rows: slice, columns: slice, sums: ClassSums | None, **carry: Any) -> None:
@@ -157,9 +159,9 @@ def _walk_panels(
     # where nothing is kept, the sums start the gradient in its own memory, a part at a time
     whole = None
     if grow and d_weight is not None:
-        sum_classes(slice(0, num_v), d_weight)
+        sum_classes(slice(0, num_v), d_weight, scale)
     elif kept is not None:
-        whole = sum_classes(slice(0, num_v), None)
+        whole = sum_classes(slice(0, num_v))
     buffer = low = panel = sums = None
     for part, width, memory in _parts(e, None if grow else d_weight, slice(start, num_v), plan):
         blocks = list(these.chunks(plan.rows)) if memory is None else [everything]
@@ -171,7 +173,8 @@ def _walk_panels(
         if kept is not None or grow:
             sums = None if whole is None else whole[part]
         elif d_weight is not None:
-            sums = sum_classes(part, d_weight[part])
+            # of several blocks of tokens the last one's product scales all that waits there, these too
+            sums = sum_classes(part, d_weight[part], scale if len(blocks) == 1 else None)
         # what is left over comes first: the last product, under which dE is reduced, is a long one
         first = min(width, round_up((part.stop - part.start - 1) % width + 1, TILE_V))
         for v0, v1 in itertools.pairwise([part.start, *range(part.start + first, part.stop, width), part.stop]):

@@ -214,9 +214,10 @@ def weight_gradient(
     """``out = scale (panel.T @ e + sums + uniform)`` over the rows before ``count - row0``, rounded once: [N, width],
     [N, D] -> [width, D].
 
-    ``uniform`` ([width], [D]) stands for the outer product of the two. ``sums`` that wait in ``out`` are in its
-    units: they are added after the scale. Where the tokens come in several calls, the first takes the sums, the last
-    what is uniform, all but the ``last`` leave their result unscaled in fp32, and all but the first ``add`` to it. In
+    ``uniform`` ([width], [D]) stands for the outer product of the two. ``sums`` that wait in ``out`` are
+    added after the call's scale, so in units of what it leaves there. Where the tokens come in several calls, the
+    first takes the sums, the last what is uniform, all but the ``last`` leave their result unscaled in fp32, and all
+    but the first ``add`` to it. In
     a bf16 ``out`` the upper halves of that wait, and in ``low`` [width, D] int16 the lower ones. With ``grow`` the
     result is added to what ``out`` holds, a gradient in fp32; several calls then need nothing of that.
     ``beside_collective`` says that a reduction is under way on the same device.

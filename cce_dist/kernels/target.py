@@ -107,7 +107,7 @@ def _class_sums_kernel(
         tl.store(first_ptr + row, first.to(tl.int32))
         if COMPACT:
             row = first
-        else:
+        if scale_ptr is not None:
             # in the result's units, which its dtype is sure to hold
             total *= tl.load(scale_ptr)
         if ADD:
@@ -236,6 +236,6 @@ def class_sums(
     totals.index_add_(0, position, e[hit].to(totals.dtype) * entry[hit, None])
     token = hit[sizes.cumsum(0) - sizes]
     first[classes] = token.to(torch.int32)
-    totals = totals if scale is None else (totals * scale).to(rows.dtype)
+    totals = (totals if scale is None else totals * scale).to(rows.dtype)
     rows[token if out is None else classes] = rows[classes] + totals if add else totals
     return sums
