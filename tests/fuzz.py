@@ -95,6 +95,9 @@ def cases(draw: Any, layouts: bool = False, small: bool = True) -> Case:
     )
     # of one class the gradient is 0, and what smoothing adds and takes away again leaves its roundings
     kind = draw(st.sampled_from(["random", "negative", "strided", "expanded", "scale"]))
+    # a classifier's gradient times both would leave fp16
+    stretched = "logit_scale" in names and (dtype, kind) != ("float16", "scale")
+    stretch = draw(st.sampled_from([1, 64])) if stretched else 1
     v = max(v, 2) if "label_smoothing" in names else v
     case = Case(
         n, d, v, dtype, function, tuple(sorted(names)),
@@ -103,8 +106,7 @@ def cases(draw: Any, layouts: bool = False, small: bool = True) -> Case:
         # of the slope of logits far past the cap, 1 less a square, few digits are left, also in the yardstick, and of
         # confident tokens few entries, and of the gradient of one alone few digits of its 1 - p
         spread=draw(st.sampled_from([0.01, 1.0] if half or "softcap" in names or n < 31 else [0.01, 1.0, 8.0])),
-        # a classifier's gradient times both would leave fp16
-        stretch=draw(st.sampled_from([1, 64])) if "logit_scale" in names and (dtype, kind) != ("float16", "scale") else 1,
+        stretch=stretch,
         kind=kind,
         strides=draw(st.sampled_from(["none", "none", "wide rows", "transposed", "batch", "targets"])),
         frozen=tuple(sorted(draw(st.sampled_from([(), (), (), ("hidden",), ("weight",), ("bias",), ("hidden", "bias"),

@@ -164,7 +164,8 @@ def assert_gradient(
         bound, bound_element = max(yard.norm() for yard in yards), max(yard.max() for yard in yards)
         if gradient.dtype == torch.float32:
             floor = FLOOR_FP32 + largest_logit * 2.0**-24
-            bound, bound_element = FACTOR_FP32 * bound + floor * norm, bound_element + floor * largest
+            # the largest of many errors is less of an average still
+            bound, bound_element = FACTOR_FP32 * bound + floor * norm, bound_element + 2 * floor * largest
         else:
             bound = FACTOR * bound
         bound_element = FACTOR_ELEMENT * bound_element
