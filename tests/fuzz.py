@@ -93,11 +93,11 @@ def cases(draw: Any, layouts: bool = False, small: bool = True) -> Case:
         if function == "loss"
         else draw(st.lists(st.sampled_from(["logit_scale", "softcap"]), unique=True))
     )
-    # of one class the gradient is 0, and what smoothing adds and takes away again leaves its roundings
     kind = draw(st.sampled_from(["random", "negative", "strided", "expanded", "scale"]))
     # a classifier's gradient times both would leave fp16
     stretched = "logit_scale" in names and (dtype, kind) != ("float16", "scale")
     stretch = draw(st.sampled_from([1, 64])) if stretched else 1
+    # of one class the gradient is 0, and what smoothing adds and takes away again leaves its roundings
     v = max(v, 2) if "label_smoothing" in names else v
     case = Case(
         n, d, v, dtype, function, tuple(sorted(names)),
