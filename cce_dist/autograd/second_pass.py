@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -125,16 +126,20 @@ def _walk_panels(
     d_hidden, d_weight, d_bias = gradients.hidden, gradients.weight, gradients.bias
     c, count, col0, plan, group = these.c, these.count, these.shard.start, these.options.plan, these.shard.group
     num_v, start = len(c), 0 if kept is None else kept.shape[1]
-    reducing, grow = False, these.options.main_grad is not None
+    reducing, grow, second = False, these.options.main_grad is not None, SecondStream(c.device)
+    # where every column is kept, nothing but the classifier's product is left, whose tiles can fill the last round of
+    # the other's; a collective would queue behind them
+    apart = d_hidden is not None and start == num_v and group is None and gradients.scale is None
     if d_hidden is not None:
-        if kept is not None:
-            # slices of the hidden states may still be on their way
-            hidden_gradient(kept, c, count, d_hidden.packed, v0=0, add=False)
         uniform = None
         if start and state.uniform is not None and state.class_weight is not None:
             uniform = state.uniform, weighted_sum(c[:start], state.class_weight[:start])
-        target_rows(c, state.targets, state.residual, d_hidden.packed, col0=col0, scale=factor, uniform=uniform)
-    e, second = these.e, SecondStream(c.device)
+        with second.beside() if apart else nullcontext():
+            if kept is not None:
+                # slices of the hidden states may still be on their way
+                hidden_gradient(kept, c, count, d_hidden.packed, v0=0, add=False)
+            target_rows(c, state.targets, state.residual, d_hidden.packed, col0=col0, scale=factor, uniform=uniform)
+    e = these.e
 
     def sum_classes(
         columns: slice, out: torch.Tensor | None = None, scale: torch.Tensor | None = None
@@ -150,7 +155,7 @@ def _walk_panels(
         if d_weight is not None:
             weight_gradient(
                 panel, e[rows], count, scale, d_weight[columns], sums=sums, row0=rows.start,
-                grow=grow, beside_collective=reducing, **carry,
+                grow=grow, beside_collective=reducing, beside_product=apart, **carry,
             )  # fmt: skip
 
     everything, later = slice(0, len(e)), None
@@ -208,7 +213,8 @@ def _walk_panels(
                     second.join()
     if d_hidden is not None:
         # under the products that are left
-        second.join()
+        if not apart:
+            second.join()
         for piece in pieces:
             gradients.add_scale(piece)
             d_hidden.reduce(piece)  # collective
@@ -216,8 +222,9 @@ def _walk_panels(
     if later is not None:
         later()
     if kept is not None and factor is not None and len(e):
-        # their memory is needed
-        second.join()
+        if not apart:
+            # their memory is needed
+            second.join()
         buffer = low = panel = later = None
         if d_bias is not None:
             assert state.residual is not None

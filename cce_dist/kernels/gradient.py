@@ -55,11 +55,24 @@ def _panel_gradient_kernel(
     x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     scale = tl.full((BLOCK_N, BLOCK_V), LOG2E, tl.float32)
     here = tile < 0
+    lse = tl.zeros((BLOCK_N,), tl.float32)
+    lost = tl.zeros((BLOCK_N,), tl.float32)
+    factor = tl.zeros((BLOCK_N,), tl.float32)
     for _ in range(0, num_tiles(num_n * num_v) * num_steps):
         step, tile, n, v = next_step(step, tile, n, v, num_steps, num_n, num_v, BLOCK_N, BLOCK_V, GROUP_N)
         if step == 0:
-            # asked early: the answer takes its time
+            # asked early: the answers take their time
             here = any_target(target_ptr + row0, n, rows, col0 + v0 + v, col0 + v0 + v + BLOCK_V, BLOCK_N)
+            offs_n = n + tl.arange(0, BLOCK_N)
+            row_max = tl.load(row_max_ptr + row0 + offs_n, mask=offs_n < rows, other=0.0)
+            log_sum = tl.load(log_sum_ptr + row0 + offs_n, mask=offs_n < rows, other=0.0)
+            factor = tl.load(factor_ptr + row0 + offs_n, mask=offs_n < rows, other=0.0)
+            # lse in units of log 2; what its roundings lose is common to the row and joins the factor
+            base = row_max * LOG2E
+            lse = base + log_sum * LOG2E
+            lost = tl.fma(row_max, tl.zeros_like(base) + LOG2E, -base) + (log_sum * LOG2E - (lse - base))
+            if not HAS_LOG:
+                factor *= tl.exp2(-lost)
         a = load_tile(e, row0 + n, step * BLOCK_D, row0 + N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
         b = load_tile(c, v0 + v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
         x = add_product(a, b.T, x, PRECISION)
@@ -69,13 +82,6 @@ def _panel_gradient_kernel(
             offs_v = v0 + v + tl.arange(0, BLOCK_V)
             y = as_logits(x, bias_ptr, scale_ptr, softcap, offs_v, V, HAS_BIAS, HAS_SCALE, HAS_SOFTCAP, FULL)
             x = y * softcap if HAS_SOFTCAP else y
-            row_max = tl.load(row_max_ptr + row0 + offs_n, mask=mask_n, other=0.0)
-            log_sum = tl.load(log_sum_ptr + row0 + offs_n, mask=mask_n, other=0.0)
-            factor = tl.load(factor_ptr + row0 + offs_n, mask=mask_n, other=0.0)
-            # lse in units of log 2; what its roundings lose is common to the row and joins the factor
-            base = row_max * LOG2E
-            lse = base + log_sum * LOG2E
-            lost = tl.fma(row_max, tl.zeros_like(base) + LOG2E, -base) + (log_sum * LOG2E - (lse - base))
             exponent = tl.fma(x, scale, -lse[:, None])
             if HAS_LOG:
                 # of a class whose probability is 0 no part is infinite
@@ -84,7 +90,7 @@ def _panel_gradient_kernel(
                 mix = factor[:, None] + log_factor[:, None] * ((exponent - lost[:, None]) * (1.0 / LOG2E))
                 dx = tl.exp2(exponent) * tl.exp2(-lost)[:, None] * mix
             else:
-                dx = tl.exp2(exponent) * (factor * tl.exp2(-lost))[:, None]
+                dx = tl.exp2(exponent) * factor[:, None]
             if HAS_UNIFORM:
                 uniform = tl.load(uniform_ptr + row0 + offs_n, mask=mask_n, other=0.0)
                 dx += uniform[:, None] * tl.load(class_ptr + offs_v, mask=offs_v < V, other=0.0)[None, :]

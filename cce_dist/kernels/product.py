@@ -210,6 +210,7 @@ def weight_gradient(
     last: bool = True,
     grow: bool = False,
     beside_collective: bool = False,
+    beside_product: bool = False,
 ) -> None:
     """``out = scale (panel.T @ e + sums + uniform)`` over the rows before ``count - row0``, rounded once: [N, width],
     [N, D] -> [width, D].
@@ -220,7 +221,8 @@ def weight_gradient(
     but the first ``add`` to it. In
     a bf16 ``out`` the upper halves of that wait, and in ``low`` [width, D] int16 the lower ones. With ``grow`` the
     result is added to what ``out`` holds, a gradient in fp32; several calls then need nothing of that.
-    ``beside_collective`` says that a reduction is under way on the same device.
+    ``beside_collective`` says that a reduction is under way on the same device, ``beside_product`` that another
+    product's last tiles are.
     """
     (n, width), d = panel.shape, e.shape[1]
     if not triton_serves(panel):
@@ -241,10 +243,10 @@ def weight_gradient(
         panel, out, low = panel[:, first:], out[first:], None if low is None else low[first:]
         sums, width = None if sums is None else sums[first:], width - first
         uniform = None if uniform is None else (uniform[0][first:], uniform[1])
-        # some multiprocessors are taken from here on: the hardware had better deal out the tiles
-        programs = cdiv(width, tiles.BLOCK_N) * num_d
-    else:
-        programs = min(cdiv(width, tiles.BLOCK_N) * num_d, multiprocessors(panel.device))
+    programs = cdiv(width, tiles.BLOCK_N) * num_d
+    if not (beside_collective or beside_product):
+        # where some multiprocessors are taken, the hardware had better deal out the tiles
+        programs = min(programs, multiprocessors(panel.device))
     _weight_gradient_kernel[(programs,)](
         tile_source(panel, (tiles.BLOCK_D, tiles.BLOCK_N), tma),
         tile_source(e, (tiles.BLOCK_D, tiles.BLOCK_V), tma),

@@ -57,11 +57,15 @@ def _panel_statistics_kernel(
     x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     scale = tl.full((BLOCK_N, BLOCK_V), LOG2E, tl.float32)
     here = tile < 0
+    reference = tl.zeros((BLOCK_N,), tl.float32)
     for _ in range(0, num_tiles(num_n * num_v) * num_steps):
         step, tile, n, v = next_step(step, tile, n, v, num_steps, num_n, num_v, BLOCK_N, BLOCK_V, GROUP_N)
         if step == 0:
-            # asked early: the answer takes its time
+            # asked early: the answers take their time
             here = any_target(target_ptr + row0, n, rows, col0 + v, col0 + v + BLOCK_V, BLOCK_N)
+            if KEEP:
+                offs_n = n + tl.arange(0, BLOCK_N)
+                reference = tl.load(reference_ptr + row0 + offs_n, mask=offs_n < rows, other=0.0)
         a = load_tile(e, row0 + n, step * BLOCK_D, row0 + N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
         b = load_tile(c, v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
         x = add_product(a, b.T, x, PRECISION)
@@ -78,7 +82,12 @@ def _panel_statistics_kernel(
                 # a class without weight has no part, not even an infinite one
                 tl.store(tile_total_ptr + offs_tile, tl.sum(tl.where(w == 0, 0.0, x * w), 1), mask=mask_n)
             # the last step before the maximum, so that nothing makes a phantom column finite again
-            x = tl.where((offs_v < V)[None, :], x, float("-inf"))
+            if HAS_SOFTCAP:
+                x = tl.where((offs_v < V)[None, :], x, float("-inf"))
+            else:
+                # the units that add have more room than those that select. of 0 times an infinite hidden state comes
+                # a NaN, but without a cap so it does of the others
+                x += tl.where(offs_v < V, 0.0, float("-inf"))[None, :]
             # the target's logit: at most one tile of one rank holds it
             if here:
                 t = tl.load(target_ptr + row0 + offs_n, mask=mask_n, other=-1) - (col0 + v)
@@ -104,7 +113,6 @@ def _panel_statistics_kernel(
             tl.store(tile_max_ptr + offs_tile, m, mask=mask_n)
             tl.store(tile_sum_ptr + offs_tile, s, mask=mask_n)
             if KEEP:
-                reference = tl.load(reference_ptr + row0 + offs_n, mask=mask_n, other=0.0)
                 other = tl.floor(reference * LOG2E + 0.5)
                 left = tl.fma(reference, tl.zeros_like(safe) + LOG2E, -other)
                 if HAS_SOFTCAP:
