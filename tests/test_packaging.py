@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -56,3 +58,30 @@ def test_the_users_project_has_every_public_name() -> None:
 def test_types_in_a_users_project(installed, tmp_path) -> None:
     pytest.importorskip("mypy", reason="needs mypy")
     installed("-m", "mypy", "--strict", "--config-file", os.devnull, "--cache-dir", tmp_path, USER)
+
+
+def known_vulnerabilities(requirements: list[str], folder: Path) -> dict[str, list[str]]:
+    """By package, of exact versions; one that the data do not know is left out."""
+    listed = folder / "requirements.txt"
+    listed.write_text("\n".join(requirements))
+    options = ["--no-deps", "--disable-pip", "--format", "json", "--progress-spinner", "off", "--timeout", "15"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip_audit", "--requirement", listed, *options],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    if not done.stdout:
+        pytest.skip(f"pip-audit cannot reach its data: {done.stderr.strip().splitlines()[-1]}")
+    packages = json.loads(done.stdout)["dependencies"]
+    return {p["name"]: [v["id"] for v in p["vulns"]] for p in packages if "vulns" in p}
+
+
+def test_no_version_that_is_pinned_has_a_known_vulnerability(tmp_path) -> None:
+    pytest.importorskip("pip_audit", reason="needs pip-audit")
+    # a version that has several: where none is found, the data are not those of vulnerabilities
+    if not known_vulnerabilities(["requests==2.19.0"], tmp_path).get("requests"):
+        pytest.skip("the package index that pip-audit reaches knows no vulnerabilities")
+    pinned = re.findall(r"^[\w-]+==[\w.]+", (ROOT / "launch" / "constraints.txt").read_text(), re.MULTILINE)
+    assert len(pinned) > 20
+    found = known_vulnerabilities([*pinned, "torch==2.13.0", "triton==3.9.0"], tmp_path)
+    assert {"torch", "transformers"} <= found.keys()
+    assert not {name: ids for name, ids in found.items() if ids}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -152,6 +153,36 @@ def test_resumes_after_a_kill_with_the_same_bits(
     # the last two are kept, the half-written one is gone
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept == [f"step-{STEPS - SAVE_EVERY:06d}", f"step-{STEPS:06d}"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_killed_at_fifty_instants(folder: Path, common: list[object]) -> None:
+    """Whatever it was doing, writing a checkpoint among it: the same losses, to the last bit."""
+    # more of them than a run gets to before its kills
+    options, instants = [*common, "--steps", 400], random.Random(0)
+    train(1, *options, "--name", "whole", "--save-every", 400)
+    run, saving = folder / "runs" / "broken", ("--name", "broken", "--save-every", 2)
+    metrics_file = run / "metrics.jsonl"
+    for _ in range(50):
+        resume = ["--resume"] if [*(run / "checkpoints").glob(f"step-{'[0-9]' * 6}")] else ["--overwrite"]
+        before = metrics_file.stat().st_mtime_ns if metrics_file.exists() else 0
+        with subprocess.Popen(
+            command(1, *options, *saving, *resume), env=environment(), stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as job:  # fmt: skip
+            deadline = time.monotonic() + 120
+            while not metrics_file.exists() or metrics_file.stat().st_mtime_ns == before:
+                assert job.poll() is None, "the run ended before it was killed"
+                assert time.monotonic() < deadline, "the run did not begin"
+                time.sleep(0.005)
+            time.sleep(instants.random())
+            assert job.poll() is None, "the run ended before it was killed"
+            job.kill()
+    # the last line may be half of one
+    assert 50 < len(metrics_file.read_text().splitlines()) < 400
+    train(1, *options, *saving, "--resume")
+    assert losses(run) == losses(folder / "runs" / "whole")
 
 
 def check_goes_on(group: dist.ProcessGroup, device: torch.device, options: list[str]) -> None:
