@@ -2,6 +2,7 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 7 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 7 python tests/sanitize.py --small
+    compute-sanitizer --tool initcheck --error-exitcode 7 python tests/sanitize.py --unaligned
 
 with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that each tensor has memory of its own. Run it once without: what the
 sanitizer then sees is compiled already.
@@ -22,10 +23,12 @@ METHODS = ("recompute", "cached", "fused")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="one shape in bf16")
-    small = parser.parse_args().small
-    shapes = [(65, 72, 257)] if small else [(1, 1, 1), (129, 65, 257), (200, 72, 1023)]
+    parser.add_argument("--unaligned", action="store_true", help="shapes that no copy engine takes, in bf16")
+    args = parser.parse_args()
+    shapes = [(1, 1, 1), (129, 65, 257), (200, 72, 1023)]
+    shapes = [(65, 72, 257)] if args.small else [(65, 73, 259), (130, 61, 515)] if args.unaligned else shapes
     calls = 0
-    for dtype in [torch.bfloat16] if small else [torch.bfloat16, torch.float16, torch.float32]:
+    for dtype in [torch.bfloat16] if args.small or args.unaligned else [torch.bfloat16, torch.float16, torch.float32]:
         for n, d, v in shapes:
             for without in (None, "softcap", "label_smoothing"):
                 for method in METHODS if dtype != torch.float16 else METHODS[:1]:

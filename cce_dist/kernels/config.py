@@ -37,8 +37,8 @@ class Tiles:
 
 # launch/tune.py compares candidates: what they take on any chip, how fast they are on the one at hand
 _HALF = {
-    # three stages of 48 KiB and the epilogue's tile of 64: 209 of 227 KiB of shared memory. the widest tile whose
-    # sums eight warps hold, so the fewest operands a product
+    # three stages of 48 KiB and half of the epilogue's tile, 64 where that is fp32: 209 of 227 KiB of shared memory.
+    # the widest tile whose sums eight warps hold, so the fewest operands a product
     "sm_90": Tiles(128, 256, 64, num_warps=8, num_stages=3),
     # a tile twice as wide, as on sm_90, spills 200 bytes a thread in its epilogues. 161 of 227 KiB; not measured
     "sm_100": Tiles(128, 128, 64, num_warps=8, num_stages=4),

@@ -9,7 +9,7 @@ import torch
 from .config import TILE_V, pass_tiles, tiles_for
 from .logits import LogitMap, as_logits
 from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
-from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_tile
+from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_halves
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,7 @@ def _panel_gradient_kernel(
                 part = v + tl.arange(0, BLOCK_V)
                 offs = (n // BLOCK_N).to(tl.int64) * stride_panel + part
                 tl.store(bias_part_ptr + offs, tl.sum(x, 0), mask=part < width)
-            store_tile(
-                panel, x.to(panel.dtype if TMA else panel.dtype.element_ty), n, v, N, width, stride_panel,
-                BLOCK_N, BLOCK_V, TMA,
-            )  # fmt: skip
+            store_halves(panel, x, n, v, N, width, stride_panel, BLOCK_N, BLOCK_V, TMA)
             x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
 
 
@@ -163,7 +160,7 @@ def panel_gradient(
     _panel_gradient_kernel[(programs,)](
         tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
         tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
-        tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V), tma),
+        tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V // 2), tma),
         logits.bias, logits.scale, state.class_weight, state.targets, state.row_max, state.log_sum,
         state.target_entry, state.factor, state.log_factor, state.uniform, count, part,
         n, num_v, d, row0, v0, width, col0, logits.softcap or 0.0, e.stride(0), c.stride(0), panel.stride(0),

@@ -24,7 +24,7 @@ from .runtime import (
     triton,
     triton_serves,
 )
-from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_tile
+from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_halves
 
 NOWHERE = tl.constexpr(NO_TARGET)
 
@@ -123,10 +123,7 @@ def _panel_statistics_kernel(
                 if n + BLOCK_N > rows:
                     # a row past the count sees 0 times the classifier, and the bias: no number where either is inf
                     p = tl.where(mask_n[:, None], p, 0.0)
-                store_tile(
-                    panel, p.to(panel.dtype if TMA_PANEL else panel.dtype.element_ty), n, v, N, V, stride_panel,
-                    BLOCK_N, BLOCK_V, TMA_PANEL,
-                )  # fmt: skip
+                store_halves(panel, p, n, v, N, V, stride_panel, BLOCK_N, BLOCK_V, TMA_PANEL)
             x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
 
 
@@ -449,7 +446,7 @@ def _columns_statistics(
     _panel_statistics_kernel[(programs,)](
         tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
         tile_source(c, (tiles.BLOCK_V, tiles.BLOCK_D), tma),
-        None if panel is None else tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V), tma_panel),
+        None if panel is None else tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_V // 2), tma_panel),
         logits.bias, logits.scale, wanted.class_weight, targets, reference, count,
         tile_max, tile_sum, tile_total, tile_energy, tile_first, logit,
         n, num_v, width, start, col0, logits.softcap or 0.0,

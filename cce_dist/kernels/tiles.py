@@ -83,6 +83,17 @@ def store_tile(
 
 
 @triton.jit
+def store_halves(
+    target, value, row, col, rows, cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+):
+    """:func:`store_tile` in the target's dtype, the second half made ready while the copy engine takes the first."""
+    left, right = halves(value, ROWS, COLS)
+    DTYPE: tl.constexpr = target.dtype if TMA else target.dtype.element_ty
+    store_tile(target, left.to(DTYPE), row, col, rows, cols, stride, ROWS, COLS // 2, TMA)
+    store_tile(target, right.to(DTYPE), row, col + COLS // 2, rows, cols, stride, ROWS, COLS // 2, TMA)
+
+
+@triton.jit
 def halves(tile, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The left and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLS // 2)), (0, 2, 1)))
