@@ -185,7 +185,7 @@ def _path(device: torch.device) -> str:
     if device.type == "cuda" and runtime.HAS_TRITON:
         why = f"{target_of(device)} is older than sm_80"
     elif device.type == "cuda":
-        why = "there is no Triton from 3.4 on"
+        why = "there is no Triton from 3.5 on"
     elif torch.version.cuda or torch.version.hip:
         why = "torch sees no GPU"
     else:

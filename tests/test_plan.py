@@ -242,7 +242,7 @@ def test_check_command_without_triton() -> None:
         ("sm_90", True, "the Triton kernels, since there are Triton and sm_90; its copy engine (TMA) fetch"),
         ("sm_80", True, "the Triton kernels, since there are Triton and sm_80; its threads fetch"),
         ("sm_75", True, "plain PyTorch, since sm_75 is older than sm_80"),
-        ("sm_90", False, "plain PyTorch, since there is no Triton from 3.4 on"),
+        ("sm_90", False, "plain PyTorch, since there is no Triton from 3.5 on"),
         ("cpu", True, "plain PyTorch, since torch sees no GPU"),
         ("a build for CPUs", True, "plain PyTorch, since this torch is built for CPUs"),
     ],

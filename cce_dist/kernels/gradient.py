@@ -56,8 +56,8 @@ def _panel_gradient_kernel(
     scale = tl.full((BLOCK_N, BLOCK_V), LOG2E, tl.float32)
     here = tile < 0
     lse = tl.zeros((BLOCK_N,), tl.float32)
-    lost = tl.zeros((BLOCK_N,), tl.float32)
     factor = tl.zeros((BLOCK_N,), tl.float32)
+    log_factor = tl.zeros((BLOCK_N,), tl.float32)
     for _ in range(0, num_tiles(num_n * num_v) * num_steps):
         step, tile, n, v = next_step(step, tile, n, v, num_steps, num_n, num_v, BLOCK_N, BLOCK_V, GROUP_N)
         if step == 0:
@@ -71,8 +71,12 @@ def _panel_gradient_kernel(
             base = row_max * LOG2E
             lse = base + log_sum * LOG2E
             lost = tl.fma(row_max, tl.zeros_like(base) + LOG2E, -base) + (log_sum * LOG2E - (lse - base))
-            if not HAS_LOG:
-                factor *= tl.exp2(-lost)
+            left = tl.exp2(-lost)
+            if HAS_LOG:
+                log_factor = tl.load(log_factor_ptr + row0 + offs_n, mask=offs_n < rows, other=0.0) * (1.0 / LOG2E)
+                factor -= log_factor * lost
+                log_factor *= left
+            factor *= left
         a = load_tile(e, row0 + n, step * BLOCK_D, row0 + N, D, stride_e, BLOCK_N, BLOCK_D, TMA)
         b = load_tile(c, v0 + v, step * BLOCK_D, V, D, stride_c, BLOCK_V, BLOCK_D, TMA)
         x = add_product(a, b.T, x, PRECISION)
@@ -86,9 +90,7 @@ def _panel_gradient_kernel(
             if HAS_LOG:
                 # of a class whose probability is 0 no part is infinite
                 exponent = tl.maximum(exponent, -160.0)
-                log_factor = tl.load(log_factor_ptr + row0 + offs_n, mask=mask_n, other=0.0)
-                mix = factor[:, None] + log_factor[:, None] * ((exponent - lost[:, None]) * (1.0 / LOG2E))
-                dx = tl.exp2(exponent) * tl.exp2(-lost)[:, None] * mix
+                dx = tl.exp2(exponent) * (factor[:, None] + log_factor[:, None] * exponent)
             else:
                 dx = tl.exp2(exponent) * factor[:, None]
             if HAS_UNIFORM:
