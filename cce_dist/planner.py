@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,12 @@ TOKEN_BYTES = 112
 CHUNK_TOKENS = 720
 # likewise of panels half of PANEL_COLUMNS wide, in products
 NARROW_COST = 0.11
+# the classifier's gradient lends its memory in slabs of so many columns
+SLAB_COLUMNS = 2048
+# features that the product of kept columns takes at once, at least
+PART_FEATURES = 512
+# what a piece of that product costs beside the product, in multiplications
+PIECE_COST = 1e10
 # tokens of the smallest chunk. on CPUs products of 256 tokens are as fast as longer ones and their panel is near the
 # caches; a chunk costs little but for the widening of 16 bits
 SMALLEST_CHUNK, CPU_CHUNK, CPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS_16 = 1024, 256, 10, 60
@@ -71,7 +79,10 @@ class Plan:
     | panel | columns | of a panel that backward computes again; 0 where none is |
     | rows | tokens | that take turns on such a panel |
     | wide | columns | of such a panel in memory where the classifier's gradient is written last; 0 where none is |
-    | kept | columns | whose exponentials are kept from forward to backward |
+    | kept | columns | whose exponentials are kept from forward to backward, ``lent`` included |
+    | lent | columns | of these, kept in memory of the classifier's gradient, which is then made in forward |
+    | slab | columns | that such memory holds one beside the other |
+    | part | features | of the classifier's gradient that are made at once of kept columns |
     | chunk | tokens | that are computed together |
     | products | | matrix products of 2NVD operations, forward and backward |
     | cost | | about how many products the time amounts to |
@@ -84,6 +95,9 @@ class Plan:
     rows: int
     wide: int
     kept: int
+    lent: int
+    slab: int
+    part: int
     chunk: int
     products: float
     cost: float
@@ -346,12 +360,14 @@ def make_plan(problem: Problem, budget: int | None, smallest: bool, method: str 
 def _candidates(p: Problem, limit: int) -> list[Plan]:
     found = [_recompute(p, most) for most in (NARROW_COLUMNS, PANEL_COLUMNS)]
     if p.wide_range and p.keeps:
-        whole = round_up(max(1, p.vocab), TILE_V)
         # the memory of a kept column is known: as many as fit, and one step of a tile at least
-        least = _cached(p, TILE_V)
         a_column = max(1, round_up(p.tokens, ROW_GROUP) * p.itemsize)
-        fits = TILE_V + max(0, limit - least.workspace) // a_column // TILE_V * TILE_V
-        found += [_cached(p, kept) for kept in sorted({TILE_V, min(fits, whole), whole})]
+        for lent, part in itertools.product(_lents(p), _parts(p)):
+            whole = round_up(max(1, p.vocab - lent), TILE_V)
+            least = 0 if lent else TILE_V
+            room = max(0, limit - _cached(p, lent, least, part).workspace)
+            fits = min(least + room // a_column // TILE_V * TILE_V, whole)
+            found += [_cached(p, lent, own, part) for own in sorted({least, fits, whole})]
     if p.wide_range and p.keeps and p.scalar and not p.main_grad:
         step = CPU_CHUNK if p.cpu else SMALLEST_CHUNK
         found += [_fused(p, chunk) for chunk in (*range(step, min(p.tokens, 1 << 16), step), p.tokens)]
@@ -364,13 +380,77 @@ def _recompute(p: Problem, most: int) -> Plan:
     return _plan(p, "recompute", panels, 0, p.tokens, 4, 4 + panels.slow, held)
 
 
-def _cached(p: Problem, kept: int) -> Plan:
-    rows, kept = round_up(p.tokens, ROW_GROUP), min(kept, p.vocab)
+def _lents(p: Problem) -> list[int]:
+    """Columns whose exponentials may wait in the classifier's gradient: fewer make way in fewer batches."""
+    if p.cpu or not p.weight_grad or p.main_grad or not p.tokens:
+        return [0]
+    most = most_slabs(round_up(p.tokens, p.tiles.BLOCK_N), p.hidden, p.vocab, SLAB_COLUMNS)
+    return sorted({most * eighths // 8 * SLAB_COLUMNS for eighths in (0, 2, 4, 6, 7, 8)})
+
+
+def _parts(p: Problem) -> list[int]:
+    """Features that the product of kept columns may take at once, in equal parts."""
+    if p.cpu or not p.weight_grad:
+        return [p.hidden]
+    counts = [count for count in (1, 2, 4, 8) if count == 1 or p.hidden >= count * PART_FEATURES]
+    return [min(p.hidden, round_up(cdiv(p.hidden, count), TILE_V)) for count in counts]
+
+
+def most_slabs(rows: int, d: int, num_columns: int, slab: int) -> int:
+    """How many slabs [rows, slab] of exponentials a gradient [num_columns, d] can hold at its end, such that it can
+    be written from its start while they are read, a slab's columns or more at a time."""
+    size = num_columns * d - 64
+    # the first columns' rows lie before all slabs, the last ones' before the last slab
+    return max(0, min((size - slab * d) // (rows * slab), (size - rows * slab) // (slab * d), num_columns // slab))
+
+
+def slab_start(rows: int, d: int, num_columns: int, slab: int, slabs: int) -> int:
+    """The element of such a gradient that the slabs begin at, an address that copy engines take."""
+    return (num_columns * d - slabs * rows * slab) // 64 * 64
+
+
+def slab_batches(rows: int, d: int, num_columns: int, slab: int, slabs: int) -> Iterator[slice]:
+    """The slabs in batches whose rows of the gradient hold nothing but slabs that came before."""
+    start, first = slab_start(rows, d, num_columns, slab, slabs), 0
+    while first < slabs:
+        free = (start + first * rows * slab) // d - first * slab
+        assert free >= slab
+        yield slice(first, min(slabs, first + free // slab))
+        first += free // slab
+
+
+def _cached(p: Problem, lent: int, own: int, part: int) -> Plan:
+    rows, kept = round_up(p.tokens, ROW_GROUP), min(lent + own, p.vocab)
     panels = _panels(p, kept, NARROW_COLUMNS)
-    sums = 4 * p.vocab + rows * p.hidden * _wide(p) if p.weight_grad else 0
-    again = 1 - kept / max(1, p.vocab)
-    held = _packed(p) + rows * round_up(kept, 64) * p.itemsize + panels.own + sums
-    return _plan(p, "cached", panels, kept, p.tokens, 3 + again, 3 + (1 + panels.slow) * again, held)
+    # what a part of the product takes makes way for a panel
+    buffer = max(panels.own, rows * part * (p.itemsize + _wide(p) * (not p.main_grad)) * p.weight_grad)
+    again, kept_bytes = 1 - kept / max(1, p.vocab), rows * round_up(kept - lent, 64) * p.itemsize
+    widths = [kept - lent]
+    if lent:
+        # a second backward computes again
+        buffer = max(buffer, _panels(p, 0, NARROW_COLUMNS).own)
+        slabs = round_up(p.tokens, p.tiles.BLOCK_N), p.hidden, p.vocab, SLAB_COLUMNS, lent // SLAB_COLUMNS
+        widths += [SLAB_COLUMNS * (batch.stop - batch.start) for batch in slab_batches(*slabs)]
+    cost = 3 + (1 + panels.slow) * again + _pieces_cost(p, widths, part)
+    held = _packed(p) + kept_bytes + buffer + 4 * p.vocab * p.weight_grad
+    if lent:
+        tiles = min(rows, token_chunk(p.vocab, p.tiles.BLOCK_V)) * cdiv(p.vocab, p.tiles.BLOCK_V)
+        held = max(held, rows * p.hidden * p.itemsize + kept_bytes + p.tile_bytes * tiles)
+    return _plan(p, "cached", panels, kept, p.tokens, 3 + again, cost, held, lent, part)
+
+
+def _pieces_cost(p: Problem, widths: list[int], part: int) -> float:
+    """What it costs, in products, that the kept columns' product for the classifier comes in pieces: the last round
+    of the multiprocessors that each takes is not full."""
+    if p.cpu or not p.weight_grad:
+        return 0.0
+    total, tile = 0.0, p.tiles.BLOCK_N * p.tiles.BLOCK_V
+    for width, d in itertools.product(widths, range(0, p.hidden, part)):
+        features = min(part, p.hidden - d)
+        count = cdiv(width, p.tiles.BLOCK_N) * cdiv(features, p.tiles.BLOCK_V)
+        if width:
+            total += PIECE_COST + (cdiv(count, p.device) * p.device * tile - width * features) * p.tokens
+    return total / max(1, p.tokens * p.hidden * p.vocab)
 
 
 @dataclass(frozen=True)
@@ -399,9 +479,7 @@ def _panels(p: Problem, kept: int, most: int) -> _Panels:
     if p.weight_grad and not p.main_grad and most < PANEL_COLUMNS and block == rows:
         wide = panel_width(rows, p.hidden, columns, PANEL_COLUMNS, p.tiles, p.device)
         needed = cdiv(rows * wide, p.hidden)
-        if kept >= needed:
-            narrow, own = 0.0, 0
-        elif needed < columns and wide > width:
+        if needed < columns and wide > width:
             # the columns that the wide ones leave, and more launches
             narrow = min(1.0, 1.5 * needed / columns)
         else:
@@ -440,8 +518,9 @@ def _packed(p: Problem) -> int:
 
 
 def _plan(
-    p: Problem, method: str, panels: _Panels, kept: int, chunk: int, products: float, cost: float, held: int
-) -> Plan:
+    p: Problem, method: str, panels: _Panels, kept: int, chunk: int, products: float, cost: float, held: int,
+    lent: int = 0, part: int = 0,
+) -> Plan:  # fmt: skip
     rows, tokens = round_up(p.tokens, ROW_GROUP), p.slice or p.tokens
     classifier = p.itemsize * p.hidden * p.vocab * (p.weight_grad and not p.main_grad)
     gradients = classifier + p.itemsize * p.hidden * tokens * p.hidden_grad
@@ -449,5 +528,6 @@ def _plan(
     unpacking = (rows * _wide(p) + tokens * p.itemsize) * p.hidden if p.hidden_grad else 0
     peak = classifier + max(held, unpacking) + TOKEN_BYTES * rows
     return Plan(
-        method, panels.width, panels.rows, panels.wide, kept, chunk, products, cost, max(0, peak - gradients), peak
+        method, panels.width, panels.rows, panels.wide, kept, lent, SLAB_COLUMNS * bool(lent), part, chunk, products,
+        cost, max(0, peak - gradients), peak,
     )  # fmt: skip

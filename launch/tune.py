@@ -62,8 +62,8 @@ class Problem:
 
         def statistics(panel: torch.Tensor | None) -> torch.Tensor:
             found = panel_statistics(
-                e, c, LogitMap(), ids, count, logit, rows=(0, n), col0=0, panel=panel,
-                reference=None if panel is None else row,
+                e, c, LogitMap(), ids, count, logit, rows=(0, n), col0=0,
+                panels=() if panel is None else [panel], reference=None if panel is None else row,
             )  # fmt: skip
             return found.tile_max if panel is None else panel
 

@@ -128,6 +128,9 @@ def cases(draw: Any, layouts: bool = False, small: bool = True) -> Case:
     )
     methods = [None, *METHODS] if keeps(case) and not half else ["recompute"]
     method = draw(st.sampled_from([m for m in methods if (m, reduction) != ("fused", "none")]))
+    if method == "cached" and case.seams and draw(st.booleans()):
+        # a classifier whose gradient has memory to lend
+        case = replace(case, d=draw(st.integers(48, 80)), v=draw(st.integers(600, 1300)))
     return replace(case, method=method)
 
 

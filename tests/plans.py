@@ -10,10 +10,11 @@ import pytest
 
 from cce_dist.planner import Plan, Problem, make_plan
 
-# of each method: small panels and chunks, so that small problems have several
+# of each method: small panels and chunks, so that small problems have several. of ``cached`` a slab of columns in the
+# memory of the classifier's gradient, where that has room for it, and as many others
 SEAMS = {
     "recompute": {"panel": 256, "wide": 0, "rows": 16},
-    "cached": {"kept": 256, "panel": 256, "wide": 0, "rows": 16},
+    "cached": {"kept": 512, "lent": 256, "slab": 256, "part": 16, "panel": 256, "wide": 0, "rows": 16},
     "fused": {"chunk": 16},
 }
 

@@ -66,12 +66,11 @@ def launch_products(dtype: torch.dtype, bias: bool, layout: str) -> None:
     scale, b = torch.ones(()), logits.LogitMap(torch.zeros(v, dtype=dtype) if bias else None)
     width = 512
     panel = torch.zeros(n, width, dtype=dtype)
+    slabs = torch.zeros(2, 256, 256, dtype=dtype)[:, :n]
     exponentials = dtype != torch.float16
-    if exponentials:
-        # the columns that are kept, and the others
-        statistics.panel_statistics(e, c, b, ids, count, row, rows=(0, n), col0=4096, panel=panel, reference=row)
-    else:
-        statistics.panel_statistics(e, c, b, ids, count, row, rows=(0, n), col0=4096)
+    # the columns that are kept, in slabs and otherwise, and the others
+    kept: dict[str, Any] = {"panels": [slabs, panel[:, :256]], "reference": row} if exponentials else {}
+    statistics.panel_statistics(e, c, b, ids, count, row, rows=(0, n), col0=4096, **kept)
     state = gradient.RowState(ids, row, row, row, row, None)
     for db in (torch.zeros(width), None) if bias else (None,):
         gradient.panel_gradient(e, c, b, state, count, panel, v0=512, col0=4096, bias_grad=db)
@@ -87,7 +86,10 @@ def launch_products(dtype: torch.dtype, bias: bool, layout: str) -> None:
     # a gradient in full precision that is there already
     product.weight_gradient(panel, e, count, scale, torch.zeros(width, d), grow=True)
     if exponentials:
-        product.weight_gradient(panel, e, count, scale, out, sums=compact)
+        for add in (False, True):
+            product.hidden_gradient(slabs, c, count, torch.zeros(n, d), v0=0, add=add)
+        for kept_panel in (panel, slabs):
+            product.weight_gradient(kept_panel, e, count, scale, out, sums=compact)
         low = torch.zeros(width, d, dtype=torch.int16) if dtype == torch.bfloat16 else None
         for add, last in ((False, False), (True, False), (True, True)):
             product.weight_gradient(panel, e, count, scale, out, sums=compact, low=low, add=add, last=last)
@@ -115,7 +117,17 @@ def launch_options(dtype: torch.dtype) -> None:
     if dtype != torch.float16:
         for maps, wanted in ((capped, statistics.NOTHING), (plain, statistics.Wanted(weights))):
             statistics.panel_statistics(
-                e, c[:width], maps, ids, count, row, rows=(0, n), col0=4096, wanted=wanted, panel=panel, reference=row
+                e,
+                c[:width],
+                maps,
+                ids,
+                count,
+                row,
+                rows=(0, n),
+                col0=4096,
+                wanted=wanted,
+                panels=[panel],
+                reference=row,
             )
         product.weight_gradient(panel, e, count, scale, torch.zeros(width, d, dtype=dtype), uniform=(weights, scale))
     for maps, log_factor, uniform in (
@@ -133,7 +145,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     n, v, d = 256, 1024, 512
     x, order, count, scale = torch.zeros(n, d, dtype=dtype), torch.arange(n), torch.tensor(n), torch.ones(())
     rows.take_rows(x, order)
-    rows.scale_rows(x, torch.zeros(n))
+    rows.scale_rows(x, torch.zeros(n), x)
     rows.row_dots(torch.zeros(n, d), x, count)
     rows.take_rows(torch.zeros(n, d), order, scale=scale, dtype=dtype)
     ids, row, panel = torch.zeros(n, dtype=torch.int64), torch.zeros(n), torch.zeros(n, v, dtype=dtype)
@@ -149,7 +161,8 @@ def launch_rows(dtype: torch.dtype) -> None:
     target.class_sums(torch.ones(n, 1, dtype=dtype), ids, row, count, v, col0=4096)
     target.class_sums(x, ids, row, count, v, col0=4096, out=c, scale=scale)
     target.class_sums(x, ids, row, count, v, col0=4096, out=torch.zeros(v, d), scale=scale, add=True)
-    gradient.column_sums(panel, row, count, torch.zeros(v))
+    for kept in (panel, torch.zeros(4, n, 256, dtype=dtype)):
+        gradient.column_sums(kept, row, count, torch.zeros(v))
     each = torch.zeros(501, n)
     for extra in ((), (each, each, each.int())):
         tiles = statistics.TileStatistics(each, each, ids, row, 4096, v, False, *extra)
@@ -215,8 +228,8 @@ def allowed_spill(chip: str, dtype: torch.dtype, bias: bool, layout: str) -> int
 def test_product_kernels_fit_the_chip(record, record_property, chip, dtype, bias, layout) -> None:
     launches = record(chip)
     launch_products(dtype, bias, layout)
-    products = 1 if dtype == torch.float16 else 2
-    assert len(launches) == (products + 3 if bias else {torch.float16: 6}.get(dtype, 14))
+    statistics = 1 if dtype == torch.float16 else 3
+    assert len(launches) == (statistics + 3 if bias else {torch.float16: 6}.get(dtype, 18))
     assert_fit(launches, record_property, chip, dtype, layout, allowed_spill(chip, dtype, bias, layout))
 
 
@@ -270,7 +283,7 @@ def test_row_kernels_compile(record, chip, dtype) -> None:
     assert [launch.kernel.__name__[1:-7] for launch in launches] == [
         "take_rows", "scale_rows", "row_dots", "take_rows", "target_logits", "target_logits", "drop_targets",
         "target_rows", "target_rows", "target_rows",
-        "class_sums", "class_sums", "class_sums", "class_sums", "column_sums",
+        "class_sums", "class_sums", "class_sums", "class_sums", "column_sums", "column_sums",
         "fold_max", "shares", "losses", "fold_max", "shares", "losses",
     ]  # fmt: skip
     for launch in launches:

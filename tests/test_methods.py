@@ -14,6 +14,7 @@ from cce_dist import VocabShard, linear_cross_entropy, validation
 from cce_dist.kernels import runtime
 from cce_dist.kernels.product import weight_gradient
 from cce_dist.kernels.target import ClassSums
+from cce_dist.planner import most_slabs
 
 METHODS = ["recompute", "cached", "fused"]
 KEEPING = ["cached", "fused"]
@@ -25,7 +26,9 @@ PLANS = {
     "recompute blocks": ("recompute", {"panel": 256, "wide": 0, "rows": 32}),
     "cached all": ("cached", {"kept": EVERYTHING}),
     "cached some": ("cached", {"kept": 512, "panel": 256, "wide": 0}),
-    "cached lends": ("cached", {"kept": 512, "panel": 256, "wide": 512}),
+    "cached wide": ("cached", {"kept": 512, "panel": 256, "wide": 512, "part": 128}),
+    "cached all lent": ("cached", {"kept": EVERYTHING, "lent": 512, "slab": 256}),
+    "cached some lent": ("cached", {"kept": 768, "lent": 512, "slab": 256, "part": 64, "panel": 256, "wide": 0}),
     "cached blocks": ("cached", {"kept": 256, "panel": 1024, "wide": 0, "rows": 32}),
     "fused whole": ("fused", {"chunk": EVERYTHING}),
     "fused halves": ("fused", {"chunk": 128}),
@@ -40,6 +43,10 @@ TINY_SEAMS = {
     "cached": ("cached", {"kept": 256, "panel": 256, "wide": 0, "rows": 16}),
     "fused": ("fused", {"chunk": 16}),
 }
+# and for memory that the classifier's gradient lends: two slabs of columns, one of own memory, others
+LENT = ("cached", {"kept": 768, "lent": 512, "slab": 256, "part": 16, "panel": 256, "wide": 0, "rows": 16})
+TINY_LENT = (20, 32, 900)
+TINY_CASES = {method: (*TINY_SEAMS[method], TINY) for method in METHODS} | {"lent": (*LENT, TINY_LENT)}
 # tokens, width and classes for several panels, those in the gradient's memory among them, kept columns and others,
 # and several chunks, the last of each not full; and for the interpreter's small tiles
 SIZE, SMALL = (133, 160, 1300), (40, 64, 700)
@@ -183,11 +190,51 @@ def check_two_backwards(device, dtype, method, fields, factors, size):
             assert_gradients(gradients, inputs, upstream, yardstick=yardstick)
 
 
-@pytest.mark.parametrize("method", KEEPING)
+@pytest.mark.parametrize("method", [*KEEPING, "lent"])
 @pytest.mark.parametrize("factors", [(3.0, -0.5), (0.0, 1.0)], ids=str)
 def test_two_backwards_with_upstream_gradients_of_their_own(run, request, method, factors) -> None:
     not_twice(request, factors != (3.0, -0.5))
-    run(check_two_backwards, torch.float32, *TINY_SEAMS[method], factors, TINY)
+    method, fields, size = TINY_CASES[method]
+    run(check_two_backwards, torch.float32, method, fields, factors, size)
+
+
+def check_lent_memory(device):
+    """Exponentials wait in what becomes the classifier's gradient."""
+    inputs = make_inputs(*TINY_LENT, device=device, bias=True, ignored=0.2)
+    saved: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    with forced_plan(**LENT[1]), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = loss_of(inputs, method="cached")
+    [lent] = [x for x in saved if x.shape == inputs.weight.shape and x is not inputs.weight]
+    loss.backward(retain_graph=True)
+    assert inputs.weight.grad.data_ptr() == lent.data_ptr()
+    assert_gradients([x.grad for x in leaves(inputs)], inputs)
+    # what is done to the gradient is not done to what another backward needs
+    first = inputs.weight.grad.clone()
+    inputs.weight.grad.mul_(3)
+    gradients = gradients_of(loss, inputs)
+    assert torch.equal(inputs.weight.grad, 3 * first)
+    assert_gradients(gradients, inputs)
+
+
+def test_lent_memory(run, request) -> None:
+    not_twice(request, True)
+    run(check_lent_memory)
+
+
+def test_lent_memory_is_what_the_plan_says() -> None:
+    # else the tests that force it would say little
+    for n, d, v in (TINY_LENT, SIZE, (250, 256, 1500)):
+        for rows in (32, 64, 128):
+            assert most_slabs(-(-n // rows) * rows, d, v, 256) >= (2 if rows == 32 or n > 20 else 0)
+    # a gradient of 40 rows (16 more for the address) whose first 8 are written while all slabs are there
+    assert most_slabs(4, 4, 40 + 16, 8) == 4
+    assert most_slabs(8, 4, 40 + 16, 8) == 2
+    assert most_slabs(8, 4, 8, 8) == 0
 
 
 @pytest.mark.parametrize("method", KEEPING)
@@ -221,10 +268,11 @@ def check_rows_far_from_their_reference(device, dtype, method, fields, distance,
 
 
 @pytest.mark.parametrize("distance", [60.0, 200.0, 5000.0])
-@pytest.mark.parametrize("method", KEEPING)
+@pytest.mark.parametrize("method", [*KEEPING, "lent"])
 def test_rows_far_from_their_reference(run, request, method, distance) -> None:
     not_twice(request, distance != 200.0)
-    run(check_rows_far_from_their_reference, torch.float32, *TINY_SEAMS[method], distance, *TINY)
+    method, fields, size = TINY_CASES[method]
+    run(check_rows_far_from_their_reference, torch.float32, method, fields, distance, *size)
 
 
 @pytest.mark.parametrize("method", KEEPING)
@@ -234,9 +282,9 @@ def test_rows_far_from_their_reference_in_bf16(run, request, method) -> None:
     run(check_rows_far_from_their_reference, torch.bfloat16, *SEAMS[method], 200.0, 500, 40, 1100)
 
 
-def check_poisoned_rows(device, method, fields):
-    inputs = make_inputs(*TINY, device=device, bias=True)
-    rest = torch.ones(TINY[0], dtype=torch.bool, device=device)
+def check_poisoned_rows(device, method, fields, size):
+    inputs = make_inputs(*size, device=device, bias=True)
+    rest = torch.ones(size[0], dtype=torch.bool, device=device)
     with torch.no_grad():
         for row, value in ((3, math.nan), (7, math.inf), (18, -math.inf)):
             inputs.hidden[row] = value
@@ -258,14 +306,14 @@ def check_poisoned_rows(device, method, fields):
     assert_gradient(d_hidden[rest], truth[rest], [yard[rest]], "the other rows", largest_logit=10)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TINY_CASES)
 def test_rows_without_a_number_poison_themselves_alone(run, request, method) -> None:
-    not_twice(request, method == "recompute")
-    run(check_poisoned_rows, *TINY_SEAMS[method])
+    not_twice(request, method in ("recompute", "lent"))
+    run(check_poisoned_rows, *TINY_CASES[method])
 
 
-def check_frozen(device, method, fields, trained):
-    inputs = make_inputs(*TINY, device=device, bias=True, ignored=0.2)
+def check_frozen(device, method, fields, size, trained):
+    inputs = make_inputs(*size, device=device, bias=True, ignored=0.2)
     for name in {"hidden", "weight", "bias"} - set(trained):
         getattr(inputs, name).requires_grad_(False)
     with forced_plan(**fields):
@@ -276,10 +324,10 @@ def check_frozen(device, method, fields, trained):
 
 
 @pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")], ids="-".join)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TINY_CASES)
 def test_frozen_inputs_get_no_gradient(run, request, method, trained) -> None:
-    not_twice(request, method == "recompute" or trained == ("hidden", "bias"))
-    run(check_frozen, *TINY_SEAMS[method], trained)
+    not_twice(request, method in ("recompute", "lent") or trained == ("hidden", "bias"))
+    run(check_frozen, *TINY_CASES[method], trained)
 
 
 def check_nothing_to_do(device, method, n):

@@ -23,8 +23,8 @@ PAIRS = [*combinations(OPTIONS, 2)]
 # all that the methods which keep exponentials take together
 MANY = [OPTIONS, *(tuple(x for x in OPTIONS if x != without) for without in ("softcap", "label_smoothing"))]
 COMBINATIONS = [*SINGLE, *PAIRS, *MANY]
-# fills a chunk, a panel and kept columns of SEAMS, and others not
-TINY = (20, 16, 330)
+# fills a chunk and kept columns of SEAMS, lent ones too, and leaves others
+TINY = (20, 32, 600)
 # the edges of tiles, among them those of the interpreter's 64 columns
 WIDTHS = [2, 63, 64, 65, 255, 256, 257, 513]
 
@@ -281,7 +281,7 @@ def check_neutral(device, dtype, method):
     one = torch.ones((), device=device)
     plain = loss_of(inputs, reduction="none")
     for factors in (
-        {"logit_scale": one}, {"token_weight": one.expand(20)}, {"class_weight": one.expand(330)},
+        {"logit_scale": one}, {"token_weight": one.expand(TINY[0])}, {"class_weight": one.expand(TINY[2])},
     ):  # fmt: skip
         assert torch.equal(loss_of(inputs, reduction="none", **factors), plain), f"{[*factors]} of 1 changes bits"
 
@@ -439,14 +439,14 @@ def test_smoothing_of_far_logits(method) -> None:
 
 
 def check_weight_of_no_class(device, method, ignore_index):
-    # class_weight[-100] is the weight of class 230
+    # class_weight[-100] is the weight of class 500
     inputs = make_inputs(*TINY, device=device, bias=True, ignored=0.3)
     with torch.no_grad():
-        inputs.targets[inputs.targets == 230] = 5
+        inputs.targets[inputs.targets == 500] = 5
         inputs.targets[inputs.targets == IGNORED] = ignore_index
         inputs.hidden[inputs.targets == ignore_index] = math.nan
     options = make_options(("class_weight", "z_loss"), inputs) | {"ignore_index": ignore_index}
-    options["class_weight"][230] = math.nan
+    options["class_weight"][500] = math.nan
     with forced_plan(**SEAMS[method]):
         assert_right(inputs, options, method=method)
 
@@ -465,7 +465,7 @@ def check_nothing_weighs(device, method, what):
     if what == "tokens weigh nothing":
         options["token_weight"] = torch.zeros(20, device=device, requires_grad=method != "fused")
     if what == "classes weigh nothing":
-        options["class_weight"] = torch.zeros(330, device=device)
+        options["class_weight"] = torch.zeros(TINY[2], device=device)
     for more in ({}, {"denominator": torch.zeros((), device=device)}, {"denominator": 3.0}):
         if more.get("denominator") == 3.0 and "token_weight" in options:
             # weights of 0 have a gradient there: what the loss would be with others
@@ -582,7 +582,7 @@ def test_no_factor_at_all() -> None:
     for logit_scale in (0.0, scale, -1.5):
         loss = assert_right(inputs, {"logit_scale": logit_scale})
         if logit_scale != -1.5:
-            torch.testing.assert_close(loss, torch.tensor(330.0).log())
+            torch.testing.assert_close(loss, torch.tensor(float(TINY[2])).log())
 
 
 @pytest.mark.parametrize("names", [*SINGLE, *MANY], ids="-".join)

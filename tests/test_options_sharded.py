@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from inputs import IGNORED, OPTIONS, Inputs, gradients_of, make_inputs, make_options, make_trained_inputs
-from plans import forced_plan
+from plans import SEAMS, forced_plan
 from shards import assert_same_bits, gathered, shard_of, whole_of
 from tolerance import assert_gradients, assert_log_probs, assert_loss
 
@@ -19,11 +19,6 @@ from cce_dist import VocabParallelLMHead, VocabShard, linear_cross_entropy, line
 METHODS = ["recompute", "cached", "fused"]
 MANY = [tuple(x for x in OPTIONS if x != without) for without in ("softcap", "label_smoothing")]
 PAIRS = [*combinations(OPTIONS, 2)]
-SEAMS = {
-    "recompute": {"panel": 256, "wide": 0, "rows": 16},
-    "cached": {"kept": 256, "panel": 256, "wide": 0, "rows": 16},
-    "fused": {"chunk": 16},
-}
 # a vocabulary of 2 leaves ranks of three without a row, by either layout
 V = 701
 

@@ -33,6 +33,7 @@ METHODS = {
     "recompute blocks": ("recompute", {"panel": 256, "wide": 0, "rows": 16}),
     "cached some": ("cached", {"kept": 256, "panel": 256, "wide": 0}),
     "cached all": ("cached", {"kept": 1 << 20}),
+    "cached lent": ("cached", {"kept": 512, "lent": 256, "slab": 256, "part": 32, "panel": 256, "wide": 0}),
     "fused whole": ("fused", {"chunk": 1 << 20}),
     "fused chunks": ("fused", {"chunk": 16}),
 }  # fmt: skip
@@ -48,7 +49,8 @@ def rows_of(weight: torch.Tensor, shard: VocabShard) -> torch.Tensor:
 
 def check_slices(group, device, slices, dtype, method, fields, reduction):
     shape, dim, lengths = SLICES[slices]
-    lengths, n, d, v = lengths(group.size()), math.prod(shape), 64, 701
+    # a share of the gradient that has memory to lend
+    lengths, n, d, v = lengths(group.size()), math.prod(shape), 64, 1401 if "lent" in fields else 701
     make = make_trained_inputs if dtype == torch.bfloat16 else make_inputs
     flat = make(n, d, v, dtype, device=device, ignored=0.2, bias=True)
     inputs = Inputs(

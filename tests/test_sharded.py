@@ -16,6 +16,7 @@ from tolerance import assert_gradients, assert_loss
 
 from cce_dist import VocabShard, linear_cross_entropy
 from cce_dist.parallel import agreement
+from cce_dist.planner import most_slabs
 
 LAYOUTS = ["even", "blocks", "chunked", "padded", "uneven", "empty first"]
 
@@ -156,16 +157,20 @@ def test_the_interpreted_loss_has_the_same_bits(ranks) -> None:
 KEEPING = {
     "cached all": ("cached", {"kept": 1 << 20}),
     "cached some": ("cached", {"kept": 256, "panel": 256, "wide": 0, "rows": 32}),
+    "cached lent": (
+        "cached",
+        {"kept": 512, "lent": 256, "slab": 256, "part": 32, "panel": 256, "wide": 0, "rows": 32},
+    ),
     "fused whole": ("fused", {"chunk": 1 << 20}),
     "fused chunks": ("fused", {"chunk": 32}),
 }
 
 
-def check_method(group, device, layout, dtype, v, method, fields, n=70):
+def check_method(group, device, layout, dtype, v, method, fields, n=70, d=24):
     if dtype == torch.bfloat16:
         inputs = make_trained_inputs(300, 64, v, dtype, device=device, bias=True, ignored=0.2)
     else:
-        inputs = make_inputs(n, 24, v, dtype, device=device, bias=True, ignored=0.2)
+        inputs = make_inputs(n, d, v, dtype, device=device, bias=True, ignored=0.2)
     shard = shard_of(layout, v, group)
     with torch.no_grad():
         inputs.hidden[inputs.targets == IGNORED] = math.nan
@@ -200,6 +205,14 @@ def check_method(group, device, layout, dtype, v, method, fields, n=70):
 @pytest.mark.parametrize("plan", ["cached some", "fused chunks"])
 def test_methods(ranks, plan, layout, size) -> None:
     ranks.run(check_method, layout, torch.float32, 1101, *KEEPING[plan], ranks=size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("layout", ["padded", "uneven", "empty first"])
+def test_memory_of_the_gradient_that_some_ranks_have(ranks, layout, size) -> None:
+    # that of one of three equal shares is too small for a slab
+    assert [most_slabs(96, 64, 1401 // share, 256) for share in (1, 2, 3)] == [2, 1, 0]
+    ranks.run(check_method, layout, torch.float32, 1401, *KEEPING["cached lent"], 70, 64, ranks=size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

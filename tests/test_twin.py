@@ -26,7 +26,7 @@ def statistics(e, c, ids, count, rows, columns, keep):
     reference = torch.full((len(e),), 0.5, dtype=e.dtype)
     got = panel_statistics(
         e, c[columns], LogitMap(), ids, torch.tensor(count), logit, rows=(rows.start, rows.stop), col0=columns.start,
-        panel=panel, reference=reference,
+        panels=() if panel is None else [panel], reference=reference,
     )  # fmt: skip
     n = max(0, min(rows.stop, count) - rows.start)
     return got.tile_max[:, :n], got.tile_sum[:, :n], logit[rows][:n], None if panel is None else panel[:n]

@@ -53,16 +53,22 @@ class HiddenGradient:
 
 class Gradients:
     """Where the gradients of hidden states, weight, bias and the logits' scale grow: in fp32, the weight's dtype,
-    fp32 and fp64, all by the scaled product. None where it is not asked for."""
+    fp32 and fp64, all by the scaled product. None where it is not asked for. The weight's takes ``memory`` where that
+    is given."""
 
-    def __init__(self, these: Operands, weight: torch.Tensor, needs: Sequence[bool]) -> None:
+    def __init__(
+        self, these: Operands, weight: torch.Tensor, needs: Sequence[bool], memory: torch.Tensor | None = None
+    ) -> None:
         needs_hidden, needs_weight, self.needs_bias, needs_scale = needs
         self.these, self.dtype = these, weight.dtype
         main_grad, self.weight = these.options.main_grad, None
         if needs_weight and main_grad is not None:
             self.weight = main_grad.tensor
         elif needs_weight:
-            self.weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            if memory is None:
+                memory = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            # a tensor of its own: what is done to the gradient later is not done to what forward saved
+            self.weight = memory.data
             # padding, and everything where there is no token
             self.weight[len(these.c) if these.num_rows else 0 :] = 0
         biased = self.needs_bias or (needs_scale and these.logits.bias is not None)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
 import torch
 
+from ..kernels.config import TILE_V, tiles_for
 from ..kernels.gradient import column_sums
-from ..kernels.runtime import round_up
+from ..kernels.runtime import panel_columns, round_up, target_of
 from ..kernels.statistics import RowStatistics, TileStatistics, panel_statistics
 from ..kernels.target import class_sums, drop_targets, target_logits
 from ..parallel.collectives import all_reduce
+from ..planner import most_slabs, slab_batches, slab_start
 from .operands import Operands
 
 # exp(64), summed over a vocabulary and multiplied by a classifier, is far from the end of fp32
@@ -18,6 +23,82 @@ SAFE = 64.0
 def panel_memory(e: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """[rows, columns] whose rows start at addresses that the copy engine takes."""
     return e.new_empty(rows, round_up(columns, 64))[:, :columns]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Exponentials that wait for backward: of the first columns ``lent`` [P, N, slab] in ``gradient`` [V, D], the
+    classifier's to be, of the next ones ``own`` [N, K] in memory of their own. None where there are none. ``slabs``:
+    the slabs by which the gradient can be written."""
+
+    gradient: torch.Tensor | None = None
+    lent: torch.Tensor | None = None
+    own: torch.Tensor | None = None
+    slabs: tuple[slice, ...] = ()
+
+    @classmethod
+    def start(cls, these: Operands, weight: torch.Tensor, needs_weight: bool) -> Kept:
+        """Memory for what the plan keeps, which is that of an even share of the vocabulary."""
+        plan, num_v, gradient = these.options.plan, len(these.c), None
+        if needs_weight and these.options.main_grad is None and _slabs(these)[-1]:
+            gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            # the product over the tokens reads whole steps
+            _lent(these, gradient)[:, these.num_rows :] = 0
+        kept = cls.of(these, gradient, None)
+        own = plan.kept - plan.lent
+        # a larger share keeps whole tiles
+        own = num_v - kept.columns if kept.columns + own >= num_v else own // TILE_V * TILE_V
+        return replace(kept, own=panel_memory(these.c, these.num_rows, own) if own else None)
+
+    @classmethod
+    def of(cls, these: Operands, gradient: torch.Tensor | None, own: torch.Tensor | None) -> Kept:
+        """What is kept in ``gradient`` and in ``own``."""
+        if gradient is None:
+            return cls(own=own)
+        lent = _lent(these, gradient)[:, : these.num_rows]
+        return cls(gradient, lent, own, tuple(slab_batches(*_slabs(these))))
+
+    @property
+    def columns(self) -> int:
+        return sum(panel_columns(panel) for _, panel in self.panels())
+
+    def panels(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(columns, panel) of both."""
+        start = 0
+        for panel in (self.lent, self.own):
+            if panel is not None:
+                yield slice(start, start + panel_columns(panel)), panel
+                start += panel_columns(panel)
+
+    def batches(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(columns, panel) such that the columns' rows of the gradient hold nothing but batches that came before."""
+        for columns, panel in self.panels():
+            if panel is not self.lent:
+                yield columns, panel
+                continue
+            slab = panel.shape[2]
+            for slabs in self.slabs:
+                yield slice(slabs.start * slab, slabs.stop * slab), panel[slabs]
+
+
+NOTHING_KEPT = Kept()
+
+
+def _slabs(these: Operands) -> tuple[int, int, int, int, int]:
+    """Arguments of :func:`slab_batches`. An uneven share of the vocabulary may have memory for other slabs than were
+    planned."""
+    plan, (num_v, d) = these.options.plan, these.c.shape
+    rows, slabs = round_up(these.num_rows, tiles_for(target_of(these.c.device), these.c.dtype).BLOCK_N), 0
+    if plan.lent and rows:
+        slabs = min(plan.lent // plan.slab, most_slabs(rows, d, num_v, plan.slab))
+    return rows, d, num_v, plan.slab, slabs
+
+
+def _lent(these: Operands, gradient: torch.Tensor) -> torch.Tensor:
+    """The slabs, of whole tiles of rows, at the end of ``gradient``, which is written last."""
+    rows, *_, slab, slabs = _slabs(these)
+    first = slab_start(*_slabs(these))
+    return gradient.view(-1)[first : first + slabs * rows * slab].view(slabs, rows, slab)
 
 
 def references(these: Operands) -> torch.Tensor:
@@ -45,25 +126,29 @@ def chunk_statistics(
     these: Operands,
     rows: slice,
     logit: torch.Tensor,
-    panel: torch.Tensor | None,
+    panels: Sequence[torch.Tensor],
     reference: torch.Tensor | None,
 ) -> TileStatistics:
-    """A chunk's statistics, and its exponentials where ``panel`` is given: finite, the targets' entries zero."""
+    """A chunk's statistics, and the exponentials of the columns that ``panels`` have, one behind the other: finite,
+    the targets' entries zero."""
 
     def run(count: torch.Tensor, out: TileStatistics | None) -> TileStatistics:
         return panel_statistics(
             these.e, these.c, these.logits, these.ids, count, logit, rows=(rows.start, rows.stop),
-            col0=these.shard.start, wanted=these.wanted, panel=panel, reference=reference, out=out,
+            col0=these.shard.start, wanted=these.wanted, panels=panels, reference=reference, out=out,
         )  # fmt: skip
 
     statistics = run(these.count, None)
-    if panel is not None and reference is not None:
+    if reference is not None:
         # a row far above its reference takes its largest logit instead. where there is none the second run, which
         # the host launches blindly, has no rows
         lost = these.live(rows) & (statistics.row_max - reference[rows] > SAFE)
         reference[rows] = torch.where(lost, statistics.row_max, reference[rows])
         run(torch.where(lost.any(), these.count, 0), statistics)
-        drop_targets(panel, these.ids, these.count, row0=rows.start, col0=these.shard.start)
+        col0 = these.shard.start
+        for panel in panels:
+            drop_targets(panel, these.ids, these.count, row0=rows.start, col0=col0)
+            col0 += panel_columns(panel)
     return statistics
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from ..kernels.config import TILE_V
 from ..kernels.statistics import RowStatistics, sum_bits
 from ..parallel.merge import merge_statistics
 from .gradients import undifferentiable
 from .operands import LossInputs, Operands, TokenValues
 from .second_pass import save_for_second_pass, second_pass
-from .steps import chunk_statistics, panel_memory, references
+from .steps import NOTHING_KEPT, Kept, chunk_statistics, references
 
 
 class TokenLosses(torch.autograd.Function):
@@ -27,28 +26,27 @@ class TokenLosses(torch.autograd.Function):
     onehot) g``, ``dE = s dx C`` summed over ranks, ``dC = s dx^T E``, ``db`` the sum of ``s dx`` over tokens, for a
     scale ``s`` of the logits, ``ds`` the sum of ``dx (E C^T + b)`` over everything; a panel of columns at a time.
     ``cached`` keeps ``P = exp(x - r)`` of the first columns, for a reference ``r`` of each row: there ``softmax =
-    P exp(r - lse)``, and what else ``dx`` has is taken apart. Collectives: two or three small ones a chunk of tokens
-    in ``merge_statistics``, for ``cached`` one of the references, one of dE in backward, one of ds.
+    P exp(r - lse)``, and what else ``dx`` has is taken apart. The plan has some of it wait in the memory of ``dC``.
+    Collectives: two or three small ones a chunk of tokens in ``merge_statistics``, for ``cached`` one of the
+    references, one of dE in backward, one of ds.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> TokenValues:
         inputs, options = LossInputs(*arguments[:-1]), arguments[-1]
         these = Operands.start(inputs, options, keep=not ctx.needs_input_grad[0])  # collective
-        panel = reference = None
+        kept, reference = NOTHING_KEPT, None
         if options.plan.method == "cached":
-            # the plan is that of an even share of the vocabulary: a larger one keeps whole tiles of it
-            kept = options.plan.kept
-            kept = len(these.c) if kept >= len(these.c) else kept // TILE_V * TILE_V
-            panel, reference = panel_memory(these.c, these.num_rows, kept), references(these)
+            kept, reference = Kept.start(these, inputs.weight, ctx.needs_input_grad[1]), references(these)
         logit = torch.zeros(these.num_rows, dtype=these.wide, device=these.c.device)
         bits, parts = sum_bits(options.shard.vocab_size), []
         for chunk in these.chunks(these.statistics_chunk()):
-            statistics = chunk_statistics(these, chunk, logit, None if panel is None else panel[chunk], reference)
+            panels = [panel[..., chunk, :] for _, panel in kept.panels()]
+            statistics = chunk_statistics(these, chunk, logit, panels, reference)
             parts.append(merge_statistics(statistics, bits, options.shard.group))  # collectives
         rows = RowStatistics.cat(parts) if parts else these.no_rows()
         loss = these.objective.loss(rows, these.ids)
-        save_for_second_pass(ctx, inputs, these, rows, panel, reference)
+        save_for_second_pass(ctx, inputs, these, rows, kept, reference)
         values = TokenValues.of(rows, loss, these)
         fixed = [values.nll, values.lse, values.argmax, None if options.entropy else values.entropy]
         ctx.mark_non_differentiable(*(x for x in fixed if x is not None))

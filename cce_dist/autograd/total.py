@@ -17,7 +17,15 @@ from ..parallel.merge import merge_statistics
 from .gradients import Gradients, undifferentiable
 from .operands import LossInputs, Operands, TokenValues
 from .second_pass import save_for_second_pass, second_pass
-from .steps import add_bias_gradient, chunk_statistics, panel_memory, references, softmax_scale, weighted_sum
+from .steps import (
+    NOTHING_KEPT,
+    add_bias_gradient,
+    chunk_statistics,
+    panel_memory,
+    references,
+    softmax_scale,
+    weighted_sum,
+)
 
 
 class TotalLoss(torch.autograd.Function):
@@ -44,7 +52,7 @@ class TotalLoss(torch.autograd.Function):
         bits, parts, second = sum_bits(options.shard.vocab_size), [], SecondStream(these.c.device)
         for chunk in these.chunks(options.plan.chunk):
             panel = pending.panel(chunk)
-            statistics = chunk_statistics(these, chunk, logit, panel, reference)
+            statistics = chunk_statistics(these, chunk, logit, [panel], reference)
             # the row's normaliser is not needed: it is found beside the product's last tiles
             with second.beside():
                 pending.add_hidden(chunk, panel)
@@ -53,7 +61,7 @@ class TotalLoss(torch.autograd.Function):
             pending.normalise(chunk, panel, reference, parts[-1])
         rows = RowStatistics.cat(parts) if parts else these.no_rows()
         loss = these.objective.loss(rows, these.ids)
-        save_for_second_pass(ctx, inputs, these, rows, None, None, token_weight)
+        save_for_second_pass(ctx, inputs, these, rows, NOTHING_KEPT, None, token_weight)
         ctx.pending = pending
         values = TokenValues.of(rows, loss, these)
         ctx.mark_non_differentiable(*(x for x in values if x is not None))
@@ -137,7 +145,7 @@ class _Pending:
                 add_bias_gradient(d_bias, these, torch.cat(self.entries), self.uniform)
         if gradients.weight is not None:
             sums = class_sums(e, ids, state.entry, count, len(these.c), col0=col0, row0=chunk.start)
-            scale_rows(e, factor)
+            scale_rows(e, factor, e)
             if chunk.stop == these.num_rows:
                 self.last = chunk, panel, sums
             else:

@@ -8,8 +8,19 @@ import torch
 
 from .config import TILE_V, pass_tiles, tiles_for
 from .logits import LogitMap, as_logits
-from .runtime import cdiv, descriptors_fit, multiprocessors, target_of, tile_source, tl, triton, triton_serves
-from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_halves
+from .runtime import (
+    as_matrix,
+    cdiv,
+    descriptors_fit,
+    multiprocessors,
+    panel_columns,
+    target_of,
+    tile_source,
+    tl,
+    triton,
+    triton_serves,
+)
+from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, slab_place, store_halves
 
 
 @dataclass(frozen=True)
@@ -181,18 +192,20 @@ SUM_ROWS = 1024
 
 @triton.jit
 def _column_sums_kernel(
-    panel_ptr, weight_ptr, count_ptr, part_ptr, N, width, row0, stride,
-    PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    panel_ptr, weight_ptr, count_ptr, part_ptr, N, width, row0, stride, rows_panel,
+    SLAB: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     offs_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     part = tl.program_id(1)
+    row, column, _ = slab_place(tl.program_id(0) * BLOCK_V, width, rows_panel, SLAB)
+    panel_ptr += row.to(tl.int64) * stride + column
     count = tl.minimum(N, tl.load(count_ptr).to(tl.int32) - row0)
     total = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     # the loads run ahead only where the loop itself says so
     for n in tl.range(part * PART, tl.minimum(count, (part + 1) * PART), BLOCK_N, num_stages=3):
         offs_n = n + tl.arange(0, BLOCK_N)
         weight = tl.load(weight_ptr + offs_n, mask=offs_n < count, other=0.0)
-        offs = offs_n[:, None].to(tl.int64) * stride + offs_v[None, :]
+        offs = offs_n[:, None].to(tl.int64) * stride + tl.arange(0, BLOCK_V)[None, :]
         x = tl.load(panel_ptr + offs, mask=(offs_n < count)[:, None] & (offs_v < width)[None, :], other=0.0)
         total += x.to(tl.float32) * weight[:, None]
     tl.store(part_ptr + part.to(tl.int64) * width + offs_v, tl.sum(total, 0), mask=offs_v < width)
@@ -201,18 +214,23 @@ def _column_sums_kernel(
 def column_sums(
     panel: torch.Tensor, weight: torch.Tensor, count: torch.Tensor, out: torch.Tensor, *, row0: int = 0
 ) -> None:
-    """``out += weight @ panel`` over the rows before ``count - row0``: [N], [N, width] -> [width], fp32."""
-    n, width = panel.shape
-    if not triton_serves(panel):
+    """``out += weight @ panel`` over the rows before ``count - row0``: [N], [N, width] or slabs [P, N, K] of that ->
+    [width], fp32."""
+    n, width = panel.shape[-2], panel_columns(panel)
+    if panel.dim() == 3 and not triton_serves(panel):
+        for slab, sums in zip(panel, out.view(len(panel), -1), strict=True):
+            column_sums(slab, weight, count, sums, row0=row0)
+    elif not triton_serves(panel):
         n = max(0, min(n, int(count) - row0))
         for v in range(0, width, TILE_V):
             out[v : v + TILE_V] += weight[:n] @ panel[:n, v : v + TILE_V].to(out.dtype)
     elif panel.numel():
         # parts of the rows, so that there is work for every multiprocessor
-        parts = out.new_empty(cdiv(n, SUM_ROWS), width)
+        parts, (panel, slab, rows_panel) = out.new_empty(cdiv(n, SUM_ROWS), width), as_matrix(panel)
         _column_sums_kernel[(cdiv(width, 128), len(parts))](
-            panel, weight, count, parts, n, width, row0, panel.stride(0), PART=SUM_ROWS, BLOCK_N=32, BLOCK_V=128
-        )
+            panel, weight, count, parts, n, width, row0, panel.stride(0), rows_panel, SLAB=slab, PART=SUM_ROWS,
+            BLOCK_N=32, BLOCK_V=128,
+        )  # fmt: skip
         out += parts.sum(0)
 
 

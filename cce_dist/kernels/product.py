@@ -6,10 +6,12 @@ import torch
 
 from .config import tiles_for
 from .runtime import (
+    as_matrix,
     cdiv,
     descriptors_fit,
     has_tma,
     multiprocessors,
+    panel_columns,
     target_of,
     tile_source,
     tl,
@@ -17,13 +19,13 @@ from .runtime import (
     triton_serves,
 )
 from .target import ClassSums
-from .tiles import add_product, halves, load_tile, store_tile, tile_position
+from .tiles import add_product, halves, load_tile, slab_place, store_tile, tile_position
 
 
 @triton.jit
 def _hidden_gradient_kernel(
-    panel, c, out, count_ptr, N, V, D, v0, width, row0, stride_panel, stride_c,
-    ADD: tl.constexpr, TMA_OUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    panel, c, out, count_ptr, N, V, D, v0, width, row0, stride_panel, rows_panel, stride_c,
+    ADD: tl.constexpr, SLAB: tl.constexpr, TMA_OUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     # here BLOCK_V columns of the result are reduced over the panel's width, BLOCK_D at a time
@@ -36,7 +38,8 @@ def _hidden_gradient_kernel(
         d = pid_d * BLOCK_V
         acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
         for k in range(0, width, BLOCK_D):
-            x = load_tile(panel, n, k, N, width, stride_panel, BLOCK_N, BLOCK_D, TMA)
+            row, column, columns = slab_place(k, width, rows_panel, SLAB)
+            x = load_tile(panel, row + n, column, row + N, columns, stride_panel, BLOCK_N, BLOCK_D, TMA)
             y = load_tile(c, v0 + k, d, V, D, stride_c, BLOCK_D, BLOCK_V, TMA)
             acc = add_product(x, y, acc, PRECISION)
         # a whole tile of fp32 on its way to memory would fill the shared memory that the loads need
@@ -59,9 +62,9 @@ def _hidden_gradient_kernel(
 @triton.jit
 def _weight_gradient_kernel(
     panel, e, out_ptr, low_ptr, first_ptr, sums_ptr, class_ptr, spread_ptr, scale_ptr, count_ptr,
-    N, D, width, row0, stride_panel, stride_e, stride_out,
+    N, D, width, row0, stride_panel, rows_panel, stride_e, stride_out,
     HAS_START: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_LOW: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr,
-    GROW: tl.constexpr, HAS_UNIFORM: tl.constexpr,
+    GROW: tl.constexpr, HAS_UNIFORM: tl.constexpr, SLAB: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
@@ -82,9 +85,10 @@ def _weight_gradient_kernel(
         first = tl.full((BLOCK_N,), -1, tl.int32)
         if EARLY:
             first = first_tokens(first_ptr, v, width, HAS_START or HAS_SUMS, BLOCK_N)
+        row, column, columns = slab_place(v, width, rows_panel, SLAB)
         acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
         for k in range(0, count, BLOCK_D):
-            x = load_tile(panel, k, v, N, width, stride_panel, BLOCK_D, BLOCK_N, TMA).T
+            x = load_tile(panel, row + k, column, row + N, columns, stride_panel, BLOCK_D, BLOCK_N, TMA).T
             y = load_tile(e, k, d, N, D, stride_e, BLOCK_D, BLOCK_V, TMA)
             acc = add_product(x, y, acc, PRECISION)
         left, right = halves(acc, BLOCK_N, BLOCK_V)
@@ -166,9 +170,13 @@ def join_halves(high, low):
 def hidden_gradient(
     panel: torch.Tensor, c: torch.Tensor, count: torch.Tensor, out: torch.Tensor, *, v0: int, row0: int = 0, add: bool
 ) -> None:
-    """``out = panel @ c[v0:v0 + width]``, or ``+=`` with ``add``, in the rows before ``count - row0``: [N, width],
-    [V, D] -> [N, D] fp32."""
-    (n, width), d = panel.shape, c.shape[1]
+    """``out = panel @ c[v0:v0 + width]``, or ``+=`` with ``add``, in the rows before ``count - row0``: [N, width] or
+    slabs [P, N, K] of that, [V, D] -> [N, D] fp32."""
+    if panel.dim() == 3 and not triton_serves(panel):
+        for number, slab in enumerate(panel):
+            hidden_gradient(slab, c, count, out, v0=v0 + number * slab.shape[1], row0=row0, add=add or number > 0)
+        return
+    n, width, d = panel.shape[-2], panel_columns(panel), c.shape[1]
     if not triton_serves(panel):
         n, wide = max(0, min(n, int(count) - row0)), out.dtype
         if not add and width == 0:
@@ -180,7 +188,7 @@ def hidden_gradient(
             right = c[v0 + v : v0 + min(v + step, width)].to(wide)
             out[:n].addmm_(panel[:n, v : v + step].to(wide), right, beta=1 if add or v else 0)
         return
-    target = target_of(panel.device)
+    target, (panel, slab, rows_panel) = target_of(panel.device), as_matrix(panel)
     tma = descriptors_fit(target, panel, c)
     tiles = tiles_for(target, panel.dtype, tma)
     tma_out = tma and has_tma(target) and d % 4 == 0
@@ -189,8 +197,8 @@ def hidden_gradient(
         tile_source(panel, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
         tile_source(c, (tiles.BLOCK_D, tiles.BLOCK_V), tma),
         tile_source(out, (tiles.BLOCK_N, tiles.BLOCK_V // 2), tma_out),
-        count, n, len(c), d, v0, width, row0, panel.stride(0), c.stride(0),
-        ADD=add, TMA_OUT=tma_out, TMA=tma, PRECISION="ieee", **tiles.shape,
+        count, n, len(c), d, v0, width, row0, panel.stride(0), rows_panel, c.stride(0),
+        ADD=add, SLAB=slab, TMA_OUT=tma_out, TMA=tma, PRECISION="ieee", **tiles.shape,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
@@ -212,8 +220,8 @@ def weight_gradient(
     beside_collective: bool = False,
     beside_product: bool = False,
 ) -> None:
-    """``out = scale (panel.T @ e + sums + uniform)`` over the rows before ``count - row0``, rounded once: [N, width],
-    [N, D] -> [width, D].
+    """``out = scale (panel.T @ e + sums + uniform)`` over the rows before ``count - row0``, rounded once: [N, width]
+    or slabs [P, N, K] of that, [N, D] -> [width, D].
 
     ``uniform`` ([width], [D]) stands for the outer product of the two. ``sums`` that wait in ``out`` are
     added after the call's scale, so in units of what it leaves there. Where the tokens come in several calls, the
@@ -224,38 +232,46 @@ def weight_gradient(
     ``beside_collective`` says that a reduction is under way on the same device, ``beside_product`` that another
     product's last tiles are.
     """
-    (n, width), d = panel.shape, e.shape[1]
+    n, width, d = panel.shape[-2], panel_columns(panel), e.shape[1]
     if not triton_serves(panel):
-        _weight_gradient_torch(panel, e, count, scale, out, row0, sums, uniform, low, add, last, grow)
+        step = panel.shape[-1]
+        for v, part in enumerate(panel if panel.dim() == 3 else [panel]):
+            classes = slice(v * step, (v + 1) * step)
+            _weight_gradient_torch(
+                part, e, count, scale, out[classes], row0, None if sums is None else sums[classes],
+                uniform and (uniform[0][classes], uniform[1]), low, add, last, grow,
+            )  # fmt: skip
         return
-    target = target_of(panel.device)
-    tma = descriptors_fit(target, panel, e)
+    target, (matrix, slab, rows_panel) = target_of(panel.device), as_matrix(panel)
+    tma = descriptors_fit(target, matrix, e)
     tiles = tiles_for(target, panel.dtype, tma)
     num_d = cdiv(d, tiles.BLOCK_V)
     first = max(1, multiprocessors(panel.device) // num_d) * tiles.BLOCK_N
+    if slab:
+        first = slab
     if beside_collective and width > first:
         # one round of tiles alone: what waits for multiprocessors when it ends is the collective, and not the others
         weight_gradient(
-            panel[:, :first], e, count, scale, out[:first], row0=row0, sums=None if sums is None else sums[:first],
-            uniform=None if uniform is None else (uniform[0][:first], uniform[1]),
+            panel[:1] if slab else panel[:, :first], e, count, scale, out[:first], row0=row0,
+            sums=None if sums is None else sums[:first], uniform=uniform and (uniform[0][:first], uniform[1]),
             low=None if low is None else low[:first], add=add, last=last, grow=grow,
         )  # fmt: skip
-        panel, out, low = panel[:, first:], out[first:], None if low is None else low[first:]
-        sums, width = None if sums is None else sums[first:], width - first
-        uniform = None if uniform is None else (uniform[0][first:], uniform[1])
+        panel, out, low = panel[1:] if slab else panel[:, first:], out[first:], None if low is None else low[first:]
+        matrix, sums, width = as_matrix(panel)[0], None if sums is None else sums[first:], width - first
+        uniform = uniform and (uniform[0][first:], uniform[1])
     programs = cdiv(width, tiles.BLOCK_N) * num_d
     if not (beside_collective or beside_product):
         # where some multiprocessors are taken, the hardware had better deal out the tiles
         programs = min(programs, multiprocessors(panel.device))
     _weight_gradient_kernel[(programs,)](
-        tile_source(panel, (tiles.BLOCK_D, tiles.BLOCK_N), tma),
+        tile_source(matrix, (tiles.BLOCK_D, tiles.BLOCK_N), tma),
         tile_source(e, (tiles.BLOCK_D, tiles.BLOCK_V), tma),
         out, low, None if sums is None else sums.first, None if sums is None else sums.rows,
         *(uniform or (None, None)), scale, count,
-        n, d, width, row0, panel.stride(0), e.stride(0), out.stride(0),
+        n, d, width, row0, matrix.stride(0), rows_panel, e.stride(0), out.stride(0),
         HAS_START=sums is not None and sums.rows is None, HAS_SUMS=sums is not None and sums.rows is not None,
-        HAS_LOW=low is not None, ADD=add, LAST=last, GROW=grow, HAS_UNIFORM=uniform is not None, TMA=tma,
-        PRECISION="ieee", **tiles.shape, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        HAS_LOW=low is not None, ADD=add, LAST=last, GROW=grow, HAS_UNIFORM=uniform is not None, SLAB=slab,
+        TMA=tma, PRECISION="ieee", **tiles.shape, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
 

@@ -123,6 +123,20 @@ def descriptors_fit(target: str, *matrices: torch.Tensor) -> bool:
     )
 
 
+def panel_columns(panel: torch.Tensor) -> int:
+    """The columns of a panel [n, width], or of one in slabs [P, n, slab]."""
+    return panel.shape[-1] * (len(panel) if panel.dim() == 3 else 1)
+
+
+def as_matrix(panel: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """(matrix, slab, rows) of a panel: itself, 0, 0, or of slabs these one below the other, the columns of one and
+    the rows from one to the next. See :func:`tiles.slab_place`."""
+    if panel.dim() == 2:
+        return panel, 0, 0
+    (slabs, n, slab), rows = panel.shape, panel.stride(0) // panel.stride(1)
+    return panel.as_strided(((slabs - 1) * rows + n, slab), panel.stride()[1:]), slab, rows
+
+
 def tile_source(matrix: torch.Tensor, block: tuple[int, int], tma: bool) -> Any:
     """What a kernel fetches tiles of ``matrix`` from: a tensor descriptor, or the tensor itself."""
     return TensorDescriptor.from_tensor(matrix, list(block)) if tma else matrix

@@ -14,9 +14,11 @@ from .config import TILE_V, pass_tiles, tiles_for
 from .logits import LogitMap, as_logits
 from .rows import NO_TARGET, ROW_GROUP
 from .runtime import (
+    as_matrix,
     cdiv,
     descriptors_fit,
     multiprocessors,
+    panel_columns,
     round_up,
     target_of,
     tile_source,
@@ -24,7 +26,7 @@ from .runtime import (
     triton,
     triton_serves,
 )
-from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, store_halves
+from .tiles import LOG2E, add_product, any_target, load_tile, next_step, num_tiles, slab_place, store_halves
 
 NOWHERE = tl.constexpr(NO_TARGET)
 
@@ -38,10 +40,10 @@ def sum_bits(vocab_size: int) -> int:
 def _panel_statistics_kernel(
     e, c, panel, bias_ptr, scale_ptr, class_ptr, target_ptr, reference_ptr, count_ptr,
     tile_max_ptr, tile_sum_ptr, tile_total_ptr, tile_energy_ptr, tile_first_ptr, logit_ptr,
-    N, V, D, row0, col0, softcap, stride_e, stride_c, stride_panel, stride_tile,
+    N, V, D, row0, col0, softcap, stride_e, stride_c, stride_panel, rows_panel, stride_tile,
     HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     TOTAL: tl.constexpr, ENERGY: tl.constexpr, FIRST: tl.constexpr,
-    KEEP: tl.constexpr, TMA: tl.constexpr, TMA_PANEL: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, SLAB: tl.constexpr, TMA: tl.constexpr, TMA_PANEL: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP_N: tl.constexpr,
 ):  # fmt: skip
     # rows past the count of valid tokens are not computed
@@ -123,7 +125,8 @@ def _panel_statistics_kernel(
                 if n + BLOCK_N > rows:
                     # a row past the count sees 0 times the classifier, and the bias: no number where either is inf
                     p = tl.where(mask_n[:, None], p, 0.0)
-                store_halves(panel, p, n, v, N, V, stride_panel, BLOCK_N, BLOCK_V, TMA_PANEL)
+                row, column, width = slab_place(v, V, rows_panel, SLAB)
+                store_halves(panel, p, row + n, column, row + N, width, stride_panel, BLOCK_N, BLOCK_V, TMA_PANEL)
             x = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
 
 
@@ -379,7 +382,7 @@ def panel_statistics(
     rows: tuple[int, int],
     col0: int,
     wanted: Wanted = NOTHING,
-    panel: torch.Tensor | None = None,
+    panels: Sequence[torch.Tensor] = (),
     reference: torch.Tensor | None = None,
     out: TileStatistics | None = None,
 ) -> TileStatistics:
@@ -388,9 +391,9 @@ def panel_statistics(
     ``e`` [N, D] packed rows, ``c`` [V, D], ``targets`` [N] int64 sorted global ids, ``count`` int64 [] the rows that
     hold a token, ``col0`` the global id of the first column. Writes ``logit`` [N] where a target is among the
     columns, and ``exp(logits - reference)``, times the logits' slope where they are capped, of the first columns into
-    ``panel`` [n, K], where K is V or a multiple of ``TILE_V``; ``reference`` [N]. Rows at or past ``count`` are not
-    computed and mean nothing, in the panel zeros up to the end of their block of rows. ``out`` is written where it
-    is given.
+    ``panels``, one behind the other: [n, K], where K is a multiple of ``TILE_V`` or all that are left, or slabs
+    [P, n, K]; ``reference`` [N]. Rows at or past ``count`` are not computed and mean nothing, in the panels zeros up
+    to the end of their block of rows. ``out`` is written where it is given.
     """
     start, stop = rows
     num_tiles = cdiv(len(c), tile_columns(e, c))
@@ -405,8 +408,11 @@ def panel_statistics(
             e.new_zeros(shape, dtype=wide) if wanted.entropy else None,
             e.new_zeros(shape, dtype=torch.int32) if wanted.argmax else None,
         )  # fmt: skip
-    kept = 0 if panel is None else panel.shape[1]
-    for first, last, columns in ((0, kept, panel), (kept, len(c), None)):
+    if not triton_serves(e):
+        panels = [slab for panel in panels for slab in (panel if panel.dim() == 3 else [panel])]
+    last = 0
+    for columns in (*panels, None):
+        first, last = last, len(c) if columns is None else last + panel_columns(columns)
         if first < last and start < stop:
             width, part = tile_columns(e, c), slice(first, last)
             tiles = [None if x is None else x[first // width :] for x in (
@@ -441,7 +447,10 @@ def _columns_statistics(
     target = target_of(e.device)
     tma = descriptors_fit(target, e, c)
     tiles = tiles_for(target, e.dtype, tma)
-    tma_panel = tma and panel is not None and descriptors_fit(target, panel)
+    stride_panel = slab = rows_panel = tma_panel = 0
+    if panel is not None:
+        panel, slab, rows_panel = as_matrix(panel)
+        stride_panel, tma_panel = panel.stride(0), tma and descriptors_fit(target, panel)
     programs = min(multiprocessors(e.device), cdiv(n, tiles.BLOCK_N) * cdiv(num_v, tiles.BLOCK_V))
     _panel_statistics_kernel[(programs,)](
         tile_source(e, (tiles.BLOCK_N, tiles.BLOCK_D), tma),
@@ -450,9 +459,9 @@ def _columns_statistics(
         logits.bias, logits.scale, wanted.class_weight, targets, reference, count,
         tile_max, tile_sum, tile_total, tile_energy, tile_first, logit,
         n, num_v, width, start, col0, logits.softcap or 0.0,
-        e.stride(0), c.stride(0), 0 if panel is None else panel.stride(0), tile_max.stride(0),
+        e.stride(0), c.stride(0), stride_panel, rows_panel, tile_max.stride(0),
         **logits.flags, TOTAL=tile_total is not None, ENERGY=tile_energy is not None, FIRST=tile_first is not None,
-        KEEP=panel is not None, TMA=tma, TMA_PANEL=tma_panel, PRECISION="ieee",
+        KEEP=panel is not None, SLAB=slab, TMA=tma, TMA_PANEL=tma_panel, PRECISION="ieee",
         **tiles.shape, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .logits import LogitMap
-from .runtime import cdiv, tl, triton, triton_serves
+from .runtime import as_matrix, cdiv, panel_columns, tl, triton, triton_serves
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,17 @@ def _target_logits_kernel(
 
 
 @triton.jit
-def _drop_targets_kernel(panel_ptr, target_ptr, count_ptr, N, K, row0, col0, stride, BLOCK_N: tl.constexpr):
+def _drop_targets_kernel(
+    panel_ptr, target_ptr, count_ptr, N, K, row0, col0, stride, slab, rows_panel, BLOCK_N: tl.constexpr
+):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (n < N) & (row0 + n < tl.load(count_ptr))
     t = tl.load(target_ptr + row0 + n, mask=mask, other=-1) - col0
     zero = tl.zeros((BLOCK_N,), panel_ptr.dtype.element_ty)
-    tl.store(panel_ptr + n.to(tl.int64) * stride + t, zero, mask=mask & (t >= 0) & (t < K))
+    mask &= (t >= 0) & (t < K)
+    # see slab_place
+    row = n + tl.where(mask, t // slab, 0) * rows_panel
+    tl.store(panel_ptr + row.to(tl.int64) * stride + t % slab, zero, mask=mask)
 
 
 @triton.jit
@@ -81,7 +86,7 @@ def _target_rows_kernel(
 
 @triton.jit
 def _class_sums_kernel(
-    e_ptr, target_ptr, entry_ptr, count_ptr, scale_ptr, out_ptr, first_ptr, N, V, D, row0, col0, stride_out,
+    e_ptr, target_ptr, entry_ptr, count_ptr, scale_ptr, out_ptr, first_ptr, N, V, D, row0, col0, stride_e, stride_out,
     COMPACT: tl.constexpr, ADD: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64)
@@ -99,7 +104,9 @@ def _class_sums_kernel(
             same = tl.load(target_ptr + offs_n, mask=offs_n < count, other=-1) == t
             entry = tl.load(entry_ptr + offs_n, mask=same, other=0.0)
             e = tl.load(
-                e_ptr + offs_n[:, None] * D + offs_d[None, :], mask=same[:, None] & (offs_d < D)[None, :], other=0.0
+                e_ptr + offs_n[:, None] * stride_e + offs_d[None, :],
+                mask=same[:, None] & (offs_d < D)[None, :],
+                other=0.0,
             )
             total += tl.sum(e.to(tl.float32) * entry[:, None], 0)
             n = tl.where(tl.sum(same.to(tl.int32), 0) == BLOCK_N, n + BLOCK_N, count)
@@ -144,14 +151,19 @@ def target_logits(
 
 
 def drop_targets(panel: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, *, row0: int, col0: int) -> None:
-    """Zeros the targets' entries of ``panel`` [n, K], whose rows are those from ``row0``."""
-    n, width = panel.shape
+    """Zeros the targets' entries of ``panel`` [n, K], or of slabs [P, n, K], whose rows are those from ``row0``."""
+    n, width = panel.shape[-2], panel_columns(panel)
     if not panel.numel():
         return
     if triton_serves(panel):
+        panel, slab, rows_panel = as_matrix(panel)
         _drop_targets_kernel[(cdiv(n, 128),)](
-            panel, targets, count, n, width, row0, col0, panel.stride(0), BLOCK_N=128
+            panel, targets, count, n, width, row0, col0, panel.stride(0), slab or width, rows_panel, BLOCK_N=128
         )
+        return
+    if panel.dim() == 3:
+        for number, slab in enumerate(panel):
+            drop_targets(slab, targets, count, row0=row0, col0=col0 + number * slab.shape[1])
         return
     ids = targets[row0 : max(row0, min(row0 + n, int(count)))] - col0
     hit = ((ids >= 0) & (ids < width)).nonzero()[:, 0]
@@ -225,7 +237,7 @@ def class_sums(
         n, d = e.shape
         block = min(1024, triton.next_power_of_2(d))
         _class_sums_kernel[(n, cdiv(d, block))](
-            e, targets, entry, count, scale, rows, first, n, num_classes, d, row0, col0, rows.stride(0),
+            e, targets, entry, count, scale, rows, first, n, num_classes, d, row0, col0, e.stride(0), rows.stride(0),
             COMPACT=out is None, ADD=add, BLOCK_N=4, BLOCK_D=block, num_warps=2,
         )  # fmt: skip
         return sums

@@ -15,6 +15,19 @@ def tile_position(tile, num_n, num_v, GROUP_N: tl.constexpr):
 
 
 @triton.jit
+def slab_place(v, width, rows, SLAB: tl.constexpr):
+    """(first row, column, columns beside it) of column ``v`` of ``width`` of a panel.
+
+    With SLAB these come in slabs of so many, each a matrix ``rows`` rows below the one before: the memory of some is
+    then free once they have been read.
+    """
+    if SLAB:
+        return (v // SLAB) * rows, v % SLAB, SLAB
+    else:
+        return v * 0, v, width
+
+
+@triton.jit
 def next_step(
     step, tile, n, v, num_steps, num_n, num_v, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, GROUP_N: tl.constexpr
 ):
