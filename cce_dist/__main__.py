@@ -91,16 +91,18 @@ def plan_table(args: argparse.Namespace) -> str:
         f"{args.tokens:,} tokens x {args.hidden:,} x {args.vocab:,} classes{ranks}, {args.dtype}, {args.reduction}",
         f"{chip_of(args.device)[0]}, {problem.device} multiprocessors; budget {budget}",
         "",
-        f"{'method':10} {'':32} {'products':>8} {'time':>6} {'workspace':>10} {'peak':>10}",
+        f"{'method':10} {'':32} {'products':>8} {'time':>6} {'workspace':>10} {'held':>9} {'peak':>9}",
     ]
     for p in sorted(found, key=lambda p: (p.workspace, p.cost)):
+        sizes = f"{p.workspace / MIB:10,.0f} {p.held / MIB:9,.0f} {p.peak / MIB:9,.0f}"
         lines.append(
-            f"{p.method:10} {_setting(p, problem.vocab):32} {p.products:8.2f} {p.cost / 3:6.2f}"
-            f" {p.workspace / MIB:10,.0f} {p.peak / MIB:10,.0f}{'  <- chosen' if p == chosen else ''}"
+            f"{p.method:10} {_setting(p, problem.vocab):32} {p.products:8.2f} {p.cost / 3:6.2f} {sizes}"
+            f"{'  <- chosen' if p == chosen else ''}"
         )
     lines += [
         "",
-        "time: to that of three products. workspace, peak (with the gradients): MiB a rank, beyond the inputs",
+        "time: to that of three products. workspace, held from forward to backward, peak (with the gradients): MiB a",
+        "rank, beyond the inputs",
     ]
     return "\n".join(lines)
 

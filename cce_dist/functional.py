@@ -133,9 +133,10 @@ def linear_cross_entropy(
         memory_budget: bytes of workspace, beyond the inputs and their gradients, that a rank may use; ``"min"`` for
             as little as there can be. None: 512 MiB and 12 bytes for each element of ``hidden``.
         method: ``"recompute"`` (four matrix products; the smallest), ``"cached"`` (keeps exponentials of the logits
-            for backward, as many as the budget allows; three products where it allows all) or ``"fused"`` (makes the
-            gradients in forward, three products; for ``"mean"`` and ``"sum"``). None: the fastest within the budget,
-            see :func:`cce_dist.plan`. The loss has the same bits for all of them.
+            for backward, in the memory of the classifier's gradient and as many more as the budget allows; three
+            products where that is all) or ``"fused"`` (makes the gradients in forward, three products; for ``"mean"``
+            and ``"sum"``). None: the fastest within the budget, see :func:`cce_dist.plan`. The loss has the same bits
+            for all of them.
         return_stats: whether to return a :class:`TokenStats` as well.
 
     Returns:

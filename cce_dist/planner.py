@@ -86,6 +86,7 @@ class Plan:
     | chunk | tokens | that are computed together |
     | products | | matrix products of 2NVD operations, forward and backward |
     | cost | | about how many products the time amounts to |
+    | held | bytes | that wait from forward to backward, numbers of tokens aside |
     | workspace | bytes | beyond the inputs and their gradients: what ``memory_budget`` bounds |
     | peak | bytes | beyond the inputs: workspace and gradients |
     """
@@ -101,6 +102,7 @@ class Plan:
     chunk: int
     products: float
     cost: float
+    held: int
     workspace: int
     peak: int
 
@@ -340,7 +342,7 @@ def make_plan(problem: Problem, budget: int | None, smallest: bool, method: str 
     p = problem
     limit = default_budget(p) if budget is None else budget
     candidates = [plan for plan in _candidates(p, limit) if method in (None, plan.method)]
-    least = min(candidates, key=lambda plan: plan.workspace)
+    least = min(candidates, key=lambda plan: (plan.workspace, plan.held, plan.cost))
     if smallest:
         return least
     fitting = [plan for plan in candidates if plan.workspace <= limit]
@@ -376,8 +378,8 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
 
 def _recompute(p: Problem, most: int) -> Plan:
     panels = _panels(p, 0, most)
-    held = _packed(p) + panels.own + 4 * p.vocab * p.weight_grad
-    return _plan(p, "recompute", panels, 0, p.tokens, 4, 4 + panels.slow, held)
+    taken = _packed(p) + panels.own + 4 * p.vocab * p.weight_grad
+    return _plan(p, "recompute", panels, 0, p.tokens, 4, 4 + panels.slow, 0, taken)
 
 
 def _lents(p: Problem) -> list[int]:
@@ -432,11 +434,12 @@ def _cached(p: Problem, lent: int, own: int, part: int) -> Plan:
         slabs = round_up(p.tokens, p.tiles.BLOCK_N), p.hidden, p.vocab, SLAB_COLUMNS, lent // SLAB_COLUMNS
         widths += [SLAB_COLUMNS * (batch.stop - batch.start) for batch in slab_batches(*slabs)]
     cost = 3 + (1 + panels.slow) * again + _pieces_cost(p, widths, part)
-    held = _packed(p) + kept_bytes + buffer + 4 * p.vocab * p.weight_grad
+    taken = _packed(p) + kept_bytes + buffer + 4 * p.vocab * p.weight_grad
     if lent:
         tiles = min(rows, token_chunk(p.vocab, p.tiles.BLOCK_V)) * cdiv(p.vocab, p.tiles.BLOCK_V)
-        held = max(held, rows * p.hidden * p.itemsize + kept_bytes + p.tile_bytes * tiles)
-    return _plan(p, "cached", panels, kept, p.tokens, 3 + again, cost, held, lent, part)
+        taken = max(taken, rows * p.hidden * p.itemsize + kept_bytes + p.tile_bytes * tiles)
+    held = kept_bytes + (_classifier(p) if lent else 0)
+    return _plan(p, "cached", panels, kept, p.tokens, 3 + again, cost, held, taken, lent, part)
 
 
 def _pieces_cost(p: Problem, widths: list[int], part: int) -> float:
@@ -493,8 +496,8 @@ def _fused(p: Problem, chunk: int) -> Plan:
     chunk = round_up(max(1, min(chunk, p.tokens)), ROW_GROUP)
     several = chunk < p.tokens
     panel = chunk * round_up(p.vocab, 64) * p.itemsize
-    # the tiles' statistics live beside it
-    panel += p.tile_bytes * chunk * cdiv(p.vocab, p.tiles.BLOCK_V)
+    # live beside it
+    statistics = p.tile_bytes * chunk * cdiv(p.vocab, p.tiles.BLOCK_V)
     sums = 4 * p.vocab + chunk * p.hidden * _wide(p) if p.weight_grad else 0
     low = 2 * p.vocab * p.hidden if several and p.itemsize == 2 and p.weight_grad else 0
     once = (CPU_CHUNK_TOKENS_16 if p.itemsize == 2 else CPU_CHUNK_TOKENS) if p.cpu else CHUNK_TOKENS
@@ -503,7 +506,13 @@ def _fused(p: Problem, chunk: int) -> Plan:
     cost += 0.5 * (-p.tokens % chunk) / max(1, p.tokens) if several else 0
     # for a second backward, which computes again
     panels = _panels(p, 0, NARROW_COLUMNS)
-    return _plan(p, "fused", panels, 0, chunk, 3, cost, _packed(p) + panel + sums + low)
+    taken = _packed(p) + panel + sums + low
+    return _plan(p, "fused", panels, 0, chunk, 3, cost, taken + _classifier(p), taken + statistics)
+
+
+def _classifier(p: Problem) -> int:
+    """The classifier's gradient."""
+    return p.itemsize * p.hidden * p.vocab * (p.weight_grad and not p.main_grad)
 
 
 def _wide(p: Problem) -> int:
@@ -519,15 +528,15 @@ def _packed(p: Problem) -> int:
 
 def _plan(
     p: Problem, method: str, panels: _Panels, kept: int, chunk: int, products: float, cost: float, held: int,
-    lent: int = 0, part: int = 0,
+    taken: int, lent: int = 0, part: int = 0,
 ) -> Plan:  # fmt: skip
+    """``taken``: bytes at most at once, beside the classifier's gradient."""
     rows, tokens = round_up(p.tokens, ROW_GROUP), p.slice or p.tokens
-    classifier = p.itemsize * p.hidden * p.vocab * (p.weight_grad and not p.main_grad)
-    gradients = classifier + p.itemsize * p.hidden * tokens * p.hidden_grad
+    gradients = _classifier(p) + p.itemsize * p.hidden * tokens * p.hidden_grad
     # the packed hidden states make way for the gradient of the hidden states
     unpacking = (rows * _wide(p) + tokens * p.itemsize) * p.hidden if p.hidden_grad else 0
-    peak = classifier + max(held, unpacking) + TOKEN_BYTES * rows
+    peak = _classifier(p) + max(taken, unpacking) + TOKEN_BYTES * rows
     return Plan(
         method, panels.width, panels.rows, panels.wide, kept, lent, SLAB_COLUMNS * bool(lent), part, chunk, products,
-        cost, max(0, peak - gradients), peak,
+        cost, held, max(0, peak - gradients), peak,
     )  # fmt: skip

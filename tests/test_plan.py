@@ -151,13 +151,15 @@ _PLAN = ("plan", "--tokens", "65536", "--hidden", "2048", "--vocab", "128256")
 def test_plan_command(capsys) -> None:
     assert main([*_PLAN, "--tp", "8", "--device", "sm_90"]) == 0
     printed = capsys.readouterr().out
-    rows = re.findall(r"^(recompute|cached|fused) +(.*?)  +([\d.]+) +([\d.]+) +([\d,]+) +([\d,]+)(.*)", printed, re.M)
+    rows = re.findall(
+        r"^(recompute|cached|fused) +(.*?)  +([\d.]+) +([\d.]+) +([\d,]+) +([\d,]+) +([\d,]+)(.*)", printed, re.M
+    )
     assert {method for method, *_ in rows} == {"recompute", "cached", "fused"}
     (chosen,) = (row for row in rows if "chosen" in row[-1])
     planned = plan(65536, 2048, 128256, tp=8, device="sm_90")
     assert chosen[0] == planned.method
-    assert [int(chosen[i].replace(",", "")) for i in (4, 5)] == [
-        round(planned.workspace / MIB), round(planned.peak / MIB),
+    assert [int(chosen[i].replace(",", "")) for i in (4, 5, 6)] == [
+        round(x / MIB) for x in (planned.workspace, planned.held, planned.peak)
     ]  # fmt: skip
 
 

@@ -198,9 +198,13 @@ def assert_peak(inputs, **options) -> None:
         torch.cuda.reset_peak_memory_stats()
         with forced_plan() as plans:
             loss = linear_cross_entropy(*inputs[:3], **options)
+        held = torch.cuda.memory_allocated() - before
         loss.backward(torch.ones_like(loss))
         measured = torch.cuda.max_memory_allocated() - before
         del loss
+    assert abs(plans[0].held - held) <= PEAK * measured, (
+        f"predicted {plans[0].held} held, measured {held}: {plans[0]}"
+    )
     ratio = plans[0].peak / measured
     assert abs(ratio - 1) <= PEAK, f"predicted {plans[0].peak}, measured {measured}, ratio {ratio:.3f}: {plans[0]}"
 
