@@ -394,7 +394,7 @@ def _parts(p: Problem) -> list[int]:
     """Features that the product of kept columns may take at once, in equal parts."""
     if p.cpu or not p.weight_grad:
         return [p.hidden]
-    counts = [count for count in (1, 2, 4, 8) if count == 1 or p.hidden >= count * PART_FEATURES]
+    counts = [count for count in (1, 2, 4, 8, 16) if count == 1 or p.hidden >= count * PART_FEATURES]
     return [min(p.hidden, round_up(cdiv(p.hidden, count), TILE_V)) for count in counts]
 
 
@@ -507,7 +507,9 @@ def _fused(p: Problem, chunk: int) -> Plan:
     # for a second backward, which computes again
     panels = _panels(p, 0, NARROW_COLUMNS)
     taken = _packed(p) + panel + sums + low
-    return _plan(p, "fused", panels, 0, chunk, 3, cost, taken + _classifier(p), taken + statistics)
+    # the last chunk's product for the classifier waits for the upstream gradient
+    held = taken + _classifier(p) if p.weight_grad else _packed(p)
+    return _plan(p, "fused", panels, 0, chunk, 3, cost, held, taken + statistics)
 
 
 def _classifier(p: Problem) -> int:

@@ -145,7 +145,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     n, v, d = 256, 1024, 512
     x, order, count, scale = torch.zeros(n, d, dtype=dtype), torch.arange(n), torch.tensor(n), torch.ones(())
     rows.take_rows(x, order)
-    rows.scale_rows(x, torch.zeros(n), x)
+    rows.scale_rows(x, torch.zeros(n), count, x)
     rows.row_dots(torch.zeros(n, d), x, count)
     rows.take_rows(torch.zeros(n, d), order, scale=scale, dtype=dtype)
     ids, row, panel = torch.zeros(n, dtype=torch.int64), torch.zeros(n), torch.zeros(n, v, dtype=dtype)

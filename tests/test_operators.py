@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from contextlib import contextmanager
 from unittest import mock
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch._functorch.config
 from inputs import IGNORED, OPTIONS, make_inputs, make_options
+from plans import SEAMS, forced_plan
+from pool import JobRanks
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cce_dist import (
@@ -21,6 +24,7 @@ from cce_dist import (
     linear_log_probs,
     operators,
 )
+from cce_dist.parallel.collectives import rank_and_size
 
 # neither needs a C++ compiler
 BACKEND = "aot_eager"
@@ -288,48 +292,89 @@ def test_nothing_is_read_back(method, compile_it) -> None:
     check_no_sync(torch.device("cuda"), method, torch.bfloat16, compile_it)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "names", [(), ("bias", "token_weight", "logit_scale", "softcap", "z_loss")], ids=["plain", "many"]
-)
-@pytest.mark.parametrize("method", [None, *METHODS])
-def test_cuda_graphs(method, names) -> None:
-    """Captured with one batch, replayed with others: other targets, another count of tokens."""
-    device = torch.device("cuda")
-    first = make_inputs(300, 64, 1000, torch.bfloat16, device=device, bias="bias" in names, ignored=0.2)
-    options = make_options([name for name in names if name != "bias"], first)
-    if "token_weight" in options:
-        # that of an ignored token is NaN, and the others of the replays are other ones
-        options["token_weight"] = options["token_weight"].detach().nan_to_num(0.5)
-    leaves = [
-        x for x in (first.hidden, first.weight, first.bias, *options.values())
-        if isinstance(x, torch.Tensor) and x.requires_grad
-    ]  # fmt: skip
-
-    def step(inputs):
-        loss = linear_cross_entropy(*inputs[:3], bias=inputs.bias, method=method, **options)
-        return loss, torch.autograd.grad(loss, leaves)
-
+def check_cuda_graph(device, step, tensors, group=None):
+    """``step`` captured with one batch in ``tensors``, replayed with others: other targets, fewer tokens."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            step(first)
+            step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss, grads = step(first)
+        loss, grads = step()
+    hidden, weight, targets = tensors
+    rank, size = rank_and_size(group)
     for seed, ignored in ((1, 0.0), (2, 0.9), (3, 1.0), (4, 0.5)):
-        other = make_inputs(300, 64, 1000, torch.bfloat16, device=device, ignored=ignored, seed=seed)
+        n, v = len(targets), len(weight) * size
+        other = make_inputs(n, hidden.shape[1], v, torch.bfloat16, device=device, ignored=ignored, seed=seed)
         with torch.no_grad():
-            first.hidden.copy_(other.hidden)
-            first.weight.copy_(other.weight)
-            first.targets.copy_(other.targets)
+            hidden.copy_(other.hidden[: len(hidden)] if len(hidden) == n else other.hidden.chunk(size)[rank])
+            weight.copy_(other.weight.chunk(size)[rank])
+            targets.copy_(other.targets)
         graph.replay()
-        expected, theirs = step(first)
-        assert (first.targets == IGNORED).all() == (ignored == 1)
+        expected, theirs = step()
+        assert (targets == IGNORED).all() == (ignored == 1)
         assert torch.equal(loss, expected)
         assert all(torch.equal(x, y) for x, y in zip(grads, theirs, strict=True))
+
+
+# as calls are by default, by each method, and with columns kept in the classifier's gradient
+GRAPHS = {method: {} for method in (None, *METHODS)} | {"lent": SEAMS["cached"] | {"rows": 512}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "names", [(), ("bias", "token_weight", "logit_scale", "softcap", "z_loss")], ids=["plain", "many"]
+)
+@pytest.mark.parametrize("method", GRAPHS)
+def test_cuda_graphs(method, names) -> None:
+    device = torch.device("cuda")
+    inputs = make_inputs(300, 256, 1200, torch.bfloat16, device=device, bias="bias" in names, ignored=0.2)
+    options = make_options([name for name in names if name != "bias"], inputs)
+    if "token_weight" in options:
+        # that of an ignored token is NaN, and the others of the replays are other ones
+        options["token_weight"] = options["token_weight"].detach().nan_to_num(0.5)
+    leaves = [
+        x for x in (inputs.hidden, inputs.weight, inputs.bias, *options.values())
+        if isinstance(x, torch.Tensor) and x.requires_grad
+    ]  # fmt: skip
+
+    def step():
+        name = "cached" if method == "lent" else method
+        with forced_plan(**GRAPHS[method]):
+            loss = linear_cross_entropy(*inputs[:3], bias=inputs.bias, method=name, **options)
+            return loss, torch.autograd.grad(loss, leaves)
+
+    check_cuda_graph(device, step, inputs[:3])
+
+
+def check_cuda_graph_of_ranks(group, device, method, sequence_parallel):
+    rank, size = rank_and_size(group)
+    whole = make_inputs(300, 256, 1200 * size, torch.bfloat16, device=device, ignored=0.2)
+    shard = VocabShard.even(1200 * size, group, sequence_parallel=sequence_parallel)
+    hidden = whole.hidden.detach()
+    hidden = (hidden.chunk(size)[rank] if sequence_parallel else hidden).clone().requires_grad_()
+    weight, targets = whole.weight.detach()[shard.start : shard.stop].clone().requires_grad_(), whole.targets
+
+    def step():
+        name = "cached" if method == "lent" else method
+        with forced_plan(**GRAPHS[method]):
+            loss = linear_cross_entropy(hidden, weight, targets, shard=shard, method=name)
+            return loss, torch.autograd.grad(loss, (hidden, weight))
+
+    check_cuda_graph(device, step, (hidden, weight, targets), group)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "slices"])
+@pytest.mark.parametrize("method", GRAPHS)
+def test_cuda_graphs_of_ranks(ranks, method, sequence_parallel, size) -> None:
+    """The collectives of NCCL among what is captured."""
+    if not isinstance(ranks, JobRanks) or int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        pytest.skip("needs torchrun and a GPU for each of its ranks")
+    ranks.run(check_cuda_graph_of_ranks, method, sequence_parallel, ranks=size)
 
 
 @pytest.mark.gpu

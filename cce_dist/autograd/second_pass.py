@@ -272,7 +272,7 @@ def _add_kept(
                 # its memory first
                 scaled = None
                 scaled = torch.empty_like(e[:, part], memory_format=torch.contiguous_format)
-                scale_rows(e[:, part], factor, scaled)
+                scale_rows(e[:, part], factor, count, scaled)
             sums = None
             if not grow:
                 sums = class_sums(

@@ -145,7 +145,7 @@ class _Pending:
                 add_bias_gradient(d_bias, these, torch.cat(self.entries), self.uniform)
         if gradients.weight is not None:
             sums = class_sums(e, ids, state.entry, count, len(these.c), col0=col0, row0=chunk.start)
-            scale_rows(e, factor, e)
+            scale_rows(e, factor, count, e, row0=chunk.start)
             if chunk.stop == these.num_rows:
                 self.last = chunk, panel, sums
             else:

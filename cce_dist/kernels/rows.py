@@ -66,21 +66,29 @@ def take_rows(
 
 
 @triton.jit
-def _scale_rows_kernel(x_ptr, scale_ptr, out_ptr, D, stride_x, stride_out, BLOCK_D: tl.constexpr):
+def _scale_rows_kernel(
+    x_ptr, scale_ptr, count_ptr, out_ptr, D, row0, stride_x, stride_out, STEP: tl.constexpr, BLOCK_D: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    x = tl.load(x_ptr + row * stride_x + offs_d, mask=offs_d < D, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
-    tl.store(out_ptr + row * stride_out + offs_d, x.to(out_ptr.dtype.element_ty), mask=offs_d < D)
+    mask = offs_d < tl.where(row < tl.load(count_ptr) - row0 + STEP, D, 0)
+    x = tl.load(x_ptr + row * stride_x + offs_d, mask=mask, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
+    tl.store(out_ptr + row * stride_out + offs_d, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def scale_rows(x: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    """``out[n] = scale[n] x[n]``, in the memory of ``x`` or another: [N, D], [N] fp32."""
+def scale_rows(
+    x: torch.Tensor, scale: torch.Tensor, count: torch.Tensor, out: torch.Tensor, *, row0: int = 0
+) -> None:
+    """``out[n] = scale[n] x[n]``, in the memory of ``x`` or another, of the rows before ``count - row0`` and of the
+    step of a product that they end in: [N, D], [N] fp32."""
     n, d = x.shape
     if not triton_serves(x):
         torch.mul(x, scale[:, None], out=out)
     elif x.numel():
         block = min(1024, triton.next_power_of_2(d))
-        _scale_rows_kernel[(n, triton.cdiv(d, block))](x, scale, out, d, x.stride(0), out.stride(0), BLOCK_D=block)
+        _scale_rows_kernel[(n, triton.cdiv(d, block))](
+            x, scale, count, out, d, row0, x.stride(0), out.stride(0), STEP=64, BLOCK_D=block
+        )
 
 
 @triton.jit
