@@ -135,8 +135,9 @@ def linear_cross_entropy(
         method: ``"recompute"`` (four matrix products; the smallest), ``"cached"`` (keeps exponentials of the logits
             for backward, in the memory of the classifier's gradient and as many more as the budget allows; three
             products where that is all) or ``"fused"`` (makes the gradients in forward, three products; for ``"mean"``
-            and ``"sum"``). None: the fastest within the budget, see :func:`cce_dist.plan`. The loss has the same bits
-            for all of them.
+            and ``"sum"``). The last two hold memory from forward to backward, up to the classifier's gradient and
+            more: ``held`` of the plan. None: the fastest within the budget, see :func:`cce_dist.plan`. The loss has
+            the same bits for all of them.
         return_stats: whether to return a :class:`TokenStats` as well.
 
     Returns:

@@ -67,6 +67,7 @@ class Problem:
     tile_bytes: int = 8
     # tokens of a rank's slice of the hidden states, 0 where it has all of them
     slice: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Plan:
     | field | unit | |
     |---|---|---|
     | method | | ``"recompute"``, ``"cached"`` or ``"fused"`` |
-    | panel | columns | of a panel that backward computes again; 0 where none is |
+    | panel | columns | of a panel that backward computes again, a second backward all of them |
     | rows | tokens | that take turns on such a panel |
     | wide | columns | of such a panel in memory where the classifier's gradient is written last; 0 where none is |
     | kept | columns | whose exponentials are kept from forward to backward, ``lent`` included |
@@ -261,6 +262,7 @@ def plan_request(
         main_grad=main_grad,
         tile_bytes=tile_bytes,
         slice=cdiv(tokens, ranks) if sequence_parallel else 0,
+        ranks=ranks,
     )
     if not recorded or not (ranks > 1 or hidden_grad or weight_grad or bias_grad):
         # one pass over the logits: there is nothing to choose
@@ -300,24 +302,23 @@ def panel_width(n: int, d: int, num_columns: int, most: int, tiles: Tiles, multi
     n, num_columns = max(1, n), max(1, num_columns)
     goal = max(1, min(most // TILE_V, cdiv(num_columns, TILE_V)))
 
+    def one(w: int) -> int:
+        """The time of a panel of ``w`` columns, in steps of a tile's reduction."""
+        # (tiles, their length) of the logits and the two products
+        (x, at), (e, of), (c, by) = (
+            (cdiv(rows, tiles.BLOCK_N) * cdiv(columns, tiles.BLOCK_V), reduction + EPILOGUE)
+            for rows, columns, reduction in ((n, w, d), (n, d, w), (w, d, n))
+        )
+        # the second product begins on the multiprocessors that the first one's last round leaves idle
+        rounds, late = divmod(e, multiprocessors)
+        early = multiprocessors - late
+        first = rounds * of + cdiv(c, multiprocessors) * by
+        last = (rounds + 1) * of + (c // multiprocessors + (c % multiprocessors > early)) * by
+        return cdiv(x, multiprocessors) * at + (max(first, last) if late else first)
+
     def cost(width: int) -> int:
-        """The time of all panels, in steps of a tile's reduction."""
-        total = 0
-        for v in range(0, num_columns, width):
-            w = min(width, num_columns - v)
-            # (tiles, their length) of the logits and the two products
-            (x, at), (e, of), (c, by) = (
-                (cdiv(rows, tiles.BLOCK_N) * cdiv(columns, tiles.BLOCK_V), reduction + EPILOGUE)
-                for rows, columns, reduction in ((n, w, d), (n, d, w), (w, d, n))
-            )
-            total += cdiv(x, multiprocessors) * at
-            # the second product begins on the multiprocessors that the first one's last round leaves idle
-            rounds, late = divmod(e, multiprocessors)
-            early = multiprocessors - late
-            first = rounds * of + cdiv(c, multiprocessors) * by
-            last = (rounds + 1) * of + (c // multiprocessors + (c % multiprocessors > early)) * by
-            total += max(first, last) if late else first
-        return total
+        whole, rest = divmod(num_columns, width)
+        return whole * one(width) + (one(rest) if rest else 0)
 
     return min((blocks * TILE_V for blocks in range(max(1, goal * 3 // 4), goal + 1)), key=cost)
 
@@ -378,7 +379,7 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
 
 def _recompute(p: Problem, most: int) -> Plan:
     panels = _panels(p, 0, most)
-    taken = _packed(p) + panels.own + 4 * p.vocab * p.weight_grad
+    taken = _packed(p) + panels.own + _scattered(p) + 4 * p.vocab * p.weight_grad
     return _plan(p, "recompute", panels, 0, p.tokens, 4, 4 + panels.slow, 0, taken)
 
 
@@ -424,13 +425,18 @@ def slab_batches(rows: int, d: int, num_columns: int, slab: int, slabs: int) -> 
 def _cached(p: Problem, lent: int, own: int, part: int) -> Plan:
     rows, kept = round_up(p.tokens, ROW_GROUP), min(lent + own, p.vocab)
     panels = _panels(p, kept, NARROW_COLUMNS)
-    # what a part of the product takes makes way for a panel
-    buffer = max(panels.own, rows * part * (p.itemsize + _wide(p) * (not p.main_grad)) * p.weight_grad)
+    # what a part of the product takes makes way for a panel, and for the slices of dE where these are scattered
+    buffer = rows * part * (p.itemsize + _wide(p) * (not p.main_grad)) * p.weight_grad
+    if kept < p.vocab:
+        buffer = max(buffer, panels.own + _scattered(p))
+    elif p.slice:
+        # here these come first, and leave a slice
+        buffer = max(_scattered(p), buffer - (_scattered(p) - p.slice * p.hidden * _wide(p) * p.hidden_grad))
     again, kept_bytes = 1 - kept / max(1, p.vocab), rows * round_up(kept - lent, 64) * p.itemsize
     widths = [kept - lent]
     if lent:
         # a second backward computes again
-        buffer = max(buffer, _panels(p, 0, NARROW_COLUMNS).own)
+        buffer = max(buffer, _panels(p, 0, NARROW_COLUMNS).own + _scattered(p))
         slabs = round_up(p.tokens, p.tiles.BLOCK_N), p.hidden, p.vocab, SLAB_COLUMNS, lent // SLAB_COLUMNS
         widths += [SLAB_COLUMNS * (batch.stop - batch.start) for batch in slab_batches(*slabs)]
     cost = 3 + (1 + panels.slow) * again + _pieces_cost(p, widths, part)
@@ -447,13 +453,17 @@ def _pieces_cost(p: Problem, widths: list[int], part: int) -> float:
     of the multiprocessors that each takes is not full."""
     if p.cpu or not p.weight_grad:
         return 0.0
-    total, tile = 0.0, p.tiles.BLOCK_N * p.tiles.BLOCK_V
-    for width, d in itertools.product(widths, range(0, p.hidden, part)):
-        features = min(part, p.hidden - d)
-        count = cdiv(width, p.tiles.BLOCK_N) * cdiv(features, p.tiles.BLOCK_V)
-        if width:
-            total += PIECE_COST + (cdiv(count, p.device) * p.device * tile - width * features) * p.tokens
-    return total / max(1, p.tokens * p.hidden * p.vocab)
+
+    def cost(widths: list[int], part: int) -> float:
+        total = 0.0
+        for width, d in itertools.product(filter(None, widths), range(0, p.hidden, part)):
+            count = cdiv(width, p.tiles.BLOCK_N) * cdiv(min(part, p.hidden - d), p.tiles.BLOCK_V)
+            total += PIECE_COST + cdiv(count, p.device) * p.device * p.tiles.BLOCK_N * p.tiles.BLOCK_V * p.tokens
+        return total
+
+    # in one piece it is as full as the other methods' products
+    more = cost(widths, part) - cost([sum(widths)], p.hidden)
+    return max(0.0, more / max(1, p.tokens * p.hidden * p.vocab))
 
 
 @dataclass(frozen=True)
@@ -468,19 +478,22 @@ class _Panels:
 
 
 def _panels(p: Problem, kept: int, most: int) -> _Panels:
-    """Panels for the columns from ``kept``; see ``_parts`` in autograd/second_pass.py."""
-    rows, columns = round_up(p.tokens, ROW_GROUP), max(1, p.vocab - kept)
+    """Panels for the columns from ``kept``, and for all in a second backward; see ``_parts`` in
+    autograd/second_pass.py."""
+    rows, columns = round_up(p.tokens, ROW_GROUP), p.vocab - kept
     block = rows
     if p.tokens >= 2 * BLOCK_ROWS and p.wide_range:
         # so many tokens are taken in turns, so that panels are wide and small
         block, most = BLOCK_ROWS, BLOCK_COLUMNS
-    width = panel_width(block, p.hidden, columns, most, p.tiles, p.device)
-    own = block * min(width, round_up(p.vocab - kept, TILE_V)) * p.itemsize
+    # of all columns, so that a plan's alternatives search once
+    width = panel_width(block, p.hidden, p.vocab, most, p.tiles, p.device)
+    left = min(width, round_up(columns, TILE_V))
+    own = block * left * p.itemsize
     if block < rows:
-        own += 2 * width * p.hidden * (p.itemsize == 2 and p.weight_grad and not p.main_grad)
+        own += 2 * left * p.hidden * (p.itemsize == 2 and p.weight_grad and not p.main_grad)
     narrow, wide = 1.0, 0
     if p.weight_grad and not p.main_grad and most < PANEL_COLUMNS and block == rows:
-        wide = panel_width(rows, p.hidden, columns, PANEL_COLUMNS, p.tiles, p.device)
+        wide = panel_width(rows, p.hidden, p.vocab, PANEL_COLUMNS, p.tiles, p.device)
         needed = cdiv(rows * wide, p.hidden)
         if needed < columns and wide > width:
             # the columns that the wide ones leave, and more launches
@@ -509,7 +522,7 @@ def _fused(p: Problem, chunk: int) -> Plan:
     taken = _packed(p) + panel + sums + low
     # the last chunk's product for the classifier waits for the upstream gradient
     held = taken + _classifier(p) if p.weight_grad else _packed(p)
-    return _plan(p, "fused", panels, 0, chunk, 3, cost, held, taken + statistics)
+    return _plan(p, "fused", panels, 0, chunk, 3, cost, held, taken + statistics + _scattered(p))
 
 
 def _classifier(p: Problem) -> int:
@@ -522,10 +535,18 @@ def _wide(p: Problem) -> int:
 
 
 def _packed(p: Problem) -> int:
-    """The packed hidden states and their gradient before its last rounding, twice where the ranks' slices of it are
-    scattered."""
-    wide = _wide(p) * (2 if p.slice else 1) if p.hidden_grad else 0
-    return round_up(p.tokens, ROW_GROUP) * p.hidden * (p.itemsize + wide)
+    """The packed hidden states and their gradient before its last rounding."""
+    return round_up(p.tokens, ROW_GROUP) * p.hidden * (p.itemsize + _wide(p) * p.hidden_grad)
+
+
+def _scattered(p: Problem) -> int:
+    """That gradient once more, in the order of the ranks' slices, where these are scattered."""
+    return round_up(p.tokens, ROW_GROUP) * p.hidden * _wide(p) * (p.hidden_grad and p.slice > 0)
+
+
+def _gathered(p: Problem) -> int:
+    """The slices of hidden states that ask for no gradient: they wait for the classifier's."""
+    return p.slice * p.ranks * p.hidden * p.itemsize * (not p.hidden_grad)
 
 
 def _plan(
@@ -537,6 +558,7 @@ def _plan(
     gradients = _classifier(p) + p.itemsize * p.hidden * tokens * p.hidden_grad
     # the packed hidden states make way for the gradient of the hidden states
     unpacking = (rows * _wide(p) + tokens * p.itemsize) * p.hidden if p.hidden_grad else 0
+    held, taken = held + _gathered(p), taken + _gathered(p)
     peak = _classifier(p) + max(taken, unpacking) + TOKEN_BYTES * rows
     return Plan(
         method, panels.width, panels.rows, panels.wide, kept, lent, SLAB_COLUMNS * bool(lent), part, chunk, products,

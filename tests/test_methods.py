@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from plans import forced_plan
 from tolerance import assert_gradient, assert_gradients, assert_loss, reference_gradients
 
 from cce_dist import VocabShard, linear_cross_entropy, validation
+from cce_dist.autograd import second_pass, total
 from cce_dist.kernels import runtime
 from cce_dist.kernels.product import weight_gradient
 from cce_dist.kernels.target import ClassSums
@@ -219,6 +222,56 @@ def check_lent_memory(device):
     gradients = gradients_of(loss, inputs)
     assert torch.equal(inputs.weight.grad, 3 * first)
     assert_gradients(gradients, inputs)
+
+
+class LateStream:
+    """A second stream that gets to its work as late as it may: when it is joined."""
+
+    queue: list[Callable[[], None]] = []  # noqa: RUF012
+    open = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.busy = False
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.busy = LateStream.open = True
+        yield
+        LateStream.open = False
+
+    def join(self) -> None:
+        while LateStream.queue:
+            LateStream.queue.pop(0)()
+        self.busy = False
+
+    @classmethod
+    def late(cls, kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*args, **kwargs) -> None:
+            cls.queue.append(lambda: kernel(*args, **kwargs))
+            if not cls.open:
+                cls.queue.pop()()
+
+        return call
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "slices"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_runs_beside_may_be_late(monkeypatch, plan, sequence_parallel) -> None:
+    inputs = make_inputs(*SIZE, bias=True, ignored=0.3)
+    method, fields = PLANS[plan]
+    shard = VocabShard(0, SIZE[2], SIZE[2], sequence_parallel=sequence_parallel)
+
+    def step() -> list[torch.Tensor | None]:
+        with forced_plan(**fields):
+            return gradients_of(loss_of(inputs, method=method, shard=shard), inputs)
+
+    expected = step()
+    for module in (second_pass, total):
+        monkeypatch.setattr(module, "SecondStream", LateStream)
+        for name in ("hidden_gradient", "target_rows"):
+            monkeypatch.setattr(module, name, LateStream.late(getattr(module, name)))
+    assert_same_bits(step(), expected)
+    assert not LateStream.queue
 
 
 def test_lent_memory(run, request) -> None:

@@ -15,6 +15,7 @@ from shards import assert_same_bits
 from tolerance import assert_gradients, assert_loss
 
 from cce_dist import VocabShard, linear_cross_entropy
+from cce_dist.autograd import second_pass
 from cce_dist.parallel import agreement
 from cce_dist.planner import most_slabs
 
@@ -205,6 +206,30 @@ def check_method(group, device, layout, dtype, v, method, fields, n=70, d=24):
 @pytest.mark.parametrize("plan", ["cached some", "fused chunks"])
 def test_methods(ranks, plan, layout, size) -> None:
     ranks.run(check_method, layout, torch.float32, 1101, *KEEPING[plan], ranks=size)
+
+
+def check_frozen_ranks_keep_as_much(group, device):
+    """A rank without a gradient of the classifier keeps in memory of its own what the others keep in that."""
+    inputs = make_inputs(70, 64, 2802, device=device, ignored=0.2)
+    shard, computed = VocabShard.even(2802, group), []
+    weight, _ = rows_of(inputs, shard)
+    weight.requires_grad_(dist.get_rank(group) > 0)
+    with pytest.MonkeyPatch.context() as patch, forced_plan(**KEEPING["cached lent"][1]):
+        again = second_pass.panel_gradient
+        patch.setattr(
+            second_pass,
+            "panel_gradient",
+            lambda *args, **options: (computed.append(args[5]), again(*args, **options)),
+        )
+        loss = linear_cross_entropy(inputs.hidden, weight, inputs.targets, shard=shard, method="cached")
+        loss.backward()
+    blocks = -(-80 // 32)
+    assert sum(panel.shape[1] for panel in computed) == blocks * (shard.classes - 512)
+    assert_sharded_gradients(inputs.hidden, weight, None, shard, inputs)
+
+
+def test_frozen_ranks_keep_as_much(ranks) -> None:
+    ranks.run(check_frozen_ranks_keep_as_much, ranks=2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -19,7 +19,7 @@ from ..kernels.runtime import SecondStream, cdiv, round_up
 from ..kernels.statistics import RowStatistics
 from ..kernels.target import ClassSums, class_sums, target_rows
 from ..objective import Coefficients
-from ..planner import NARROW_COLUMNS, Plan
+from ..planner import Plan
 from .gradients import Gradients, fp16_exponent
 from .operands import LossInputs, Operands
 from .steps import NOTHING_KEPT, Kept, add_bias_gradient, softmax_scale, weighted_sum
@@ -61,12 +61,8 @@ def second_pass(
             f"weight has the shape {tuple(weight.shape)} in backward: what gathered it for the loss, ZeRO-3 say, "
             "has let go of it. Call the loss inside the forward of the module that owns the weight"
         )
-    inputs, options = LossInputs(hidden, weight, bias, logit_scale, order, class_weight), ctx.options
-    if ctx.spent:
-        # few columns or none were to be computed again
-        panel = max(options.plan.panel, NARROW_COLUMNS)
-        options = replace(options, plan=replace(options.plan, panel=panel))
-    these = Operands.start(inputs, options, places=(ids, order, count), whole=whole)  # collective
+    inputs = LossInputs(hidden, weight, bias, logit_scale, order, class_weight)
+    these = Operands.start(inputs, ctx.options, places=(ids, order, count), whole=whole)  # collective
     rows = RowStatistics(row_max, log_sum, loss, entropy, logit=logit)
     kept = NOTHING_KEPT if ctx.spent else Kept.of(these, gradient, own)
     if grad_losses is None:
@@ -135,9 +131,9 @@ def _walk_panels(
     e, c, count, col0 = these.e, these.c, these.count, these.shard.start
     plan, group, grow = these.options.plan, these.shard.group, these.options.main_grad is not None
     num_v, start, second, reducing = len(c), kept.columns, SecondStream(c.device), False
-    # of the kept columns' products the classifier's tiles fill the last round of the other's. not where the sum over
-    # ranks comes next: the collective would queue behind them
-    apart = 0 < start < num_v or (group is None and gradients.scale is None)
+    # of the kept columns' products the classifier's tiles fill the last round of the other's. not where what is known
+    # of the hidden states is needed next: a collective would queue behind them
+    apart = 0 < start < num_v or (group is None and gradients.scale is None and these.options.slices is None)
     everything, later = slice(0, len(e)), None
     # what is reduced at once; the same on every rank, also on one without a class or a token
     pieces = [everything] if these.options.slices is not None else list(these.chunks(plan.rows))

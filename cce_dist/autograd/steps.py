@@ -45,7 +45,8 @@ class Kept:
             # the product over the tokens reads whole steps
             _lent(these, gradient)[:, these.num_rows :] = 0
         kept = cls.of(these, gradient, None)
-        own = plan.kept - plan.lent
+        # a rank whose classifier is frozen has no such gradient, and so room for as much
+        own = plan.kept - (0 if gradient is None else plan.lent)
         # a larger share keeps whole tiles
         own = num_v - kept.columns if kept.columns + own >= num_v else own // TILE_V * TILE_V
         return replace(kept, own=panel_memory(these.c, these.num_rows, own) if own else None)
