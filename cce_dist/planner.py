@@ -368,9 +368,10 @@ def _candidates(p: Problem, limit: int) -> list[Plan]:
         for lent, part in itertools.product(_lents(p), _parts(p)):
             whole = round_up(max(1, p.vocab - lent), TILE_V)
             least = 0 if lent else TILE_V
-            room = max(0, limit - _cached(p, lent, least, part).workspace)
+            found.append(_cached(p, lent, least, part))
+            room = max(0, limit - found[-1].workspace)
             fits = min(least + room // a_column // TILE_V * TILE_V, whole)
-            found += [_cached(p, lent, own, part) for own in sorted({least, fits, whole})]
+            found += [_cached(p, lent, own, part) for own in sorted({fits, whole} - {least})]
     if p.wide_range and p.keeps and p.scalar and not p.main_grad:
         step = CPU_CHUNK if p.cpu else SMALLEST_CHUNK
         found += [_fused(p, chunk) for chunk in (*range(step, min(p.tokens, 1 << 16), step), p.tokens)]

@@ -75,8 +75,10 @@ def second_pass(
     # the target's entry in a panel has all of it
     entry = coefficients.entry
     if coefficients.uniform is not None:
-        own = coefficients.uniform * these.objective.weights(ids)
-        entry = (entry + (own if coefficients.target_slope is None else own * coefficients.target_slope)).to(wide)
+        spread = coefficients.uniform * these.objective.weights(ids)
+        entry = (entry + (spread if coefficients.target_slope is None else spread * coefficients.target_slope)).to(
+            wide
+        )
     residual = entry - entry.to(dtype)
     if kept.columns:
         # the kept columns have none of it
@@ -134,6 +136,8 @@ def _walk_panels(
     # of the kept columns' products the classifier's tiles fill the last round of the other's. not where what is known
     # of the hidden states is needed next: a collective would queue behind them
     apart = 0 < start < num_v or (group is None and gradients.scale is None and these.options.slices is None)
+    # whether a reduction that is started goes on under what follows
+    shared = d_hidden is not None and group is not None
     everything, later = slice(0, len(e)), None
     # what is reduced at once; the same on every rank, also on one without a class or a token
     pieces = [everything] if these.options.slices is not None else list(these.chunks(plan.rows))
@@ -155,7 +159,7 @@ def _walk_panels(
     if start and start == num_v:
         # under the classifier's product
         reduce(pieces)
-        pieces, reducing = [], d_hidden is not None and group is not None
+        pieces, reducing = [], shared
 
     def sum_classes(
         columns: slice, out: torch.Tensor | None = None, scale: torch.Tensor | None = None
@@ -218,7 +222,7 @@ def _walk_panels(
                         # no panel adds to these tokens again
                         second.join()
                         reduce([pieces.pop(0)])
-                        reducing = d_hidden is not None and group is not None
+                        reducing = shared
                     later()
                     later = None
                     # before the next panel takes this one's memory
@@ -226,7 +230,7 @@ def _walk_panels(
     second.join()
     # under the product that is left
     reduce(pieces)
-    reducing = d_hidden is not None and group is not None
+    reducing = shared
     if later is not None:
         later()
 

@@ -97,8 +97,8 @@ def _slabs(these: Operands) -> tuple[int, int, int, int, int]:
 
 def _lent(these: Operands, gradient: torch.Tensor) -> torch.Tensor:
     """The slabs, of whole tiles of rows, at the end of ``gradient``, which is written last."""
-    rows, *_, slab, slabs = _slabs(these)
-    first = slab_start(*_slabs(these))
+    rows, d, num_v, slab, slabs = _slabs(these)
+    first = slab_start(rows, d, num_v, slab, slabs)
     return gradient.view(-1)[first : first + slabs * rows * slab].view(slabs, rows, slab)
 
 
